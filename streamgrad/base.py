@@ -1,0 +1,213 @@
+"""The records that everything else is made of: small tuples of pure functions, in the manner of optax.
+
+Two levels. A training loop knows only `GradientEstimator(init, update)`. Under it, the forward-mode estimators are an
+`Influence(init, advance, contract)`: a representation of dh_t/dθ that one step of the network advances and that the
+gradient of a loss contracts. `streamgrad.online` turns the second into the first.
+
+All of it is written for one stream; `streamgrad.batched` adds the batch axis from outside.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from streamgrad._typing import Array, Bool, Float, PyTree
+
+
+class Params(NamedTuple):
+    """Parameters of a model: `cell` (θ, the recurrent ones) and `head` (those of the read-out)."""
+
+    cell: PyTree
+    head: PyTree
+
+
+class Chunk(NamedTuple):
+    """A stretch of a stream; every leaf has time, at least one step of it, as its leading axis.
+
+    Attributes:
+      inputs: x_t, a pytree of `[T, ...]`.
+      targets: what the head compares its prediction with, a pytree of `[T, ...]`.
+      reset: where true, the step begins an episode: state, tangent and cotangent start anew *before* it.
+    """
+
+    inputs: PyTree
+    targets: PyTree
+    reset: Bool[Array, " T"] | None = None
+
+
+class Info(NamedTuple):
+    """What an update tells about itself, and the next one does not need.
+
+    Attributes:
+      loss: L_t, one per step.
+      diagnostics: by name, arrays with time as leading axis, such as UORO's `gamma` and `beta`.
+    """
+
+    loss: Float[Array, " T"]
+    diagnostics: Mapping[str, Array]
+
+
+class EstimatorState(NamedTuple):
+    """What the next update needs.
+
+    Attributes:
+      cell: h_t, the whole recurrent state (for an LSTM: h and c).
+      memory: what the estimator remembers of the stream's past, such as UORO's tangent and cotangent.
+      shared: what all streams of a batch have in common, such as Q_0 and α. Without a batch axis under `batched`.
+    """
+
+    cell: PyTree
+    memory: PyTree
+    shared: PyTree
+
+
+class GradientEstimator(NamedTuple):
+    """The whole contract with a training loop.
+
+    Attributes:
+      init: `init(params) -> state`, the state at the beginning of a stream.
+      update: `update(params, state, chunk, key) -> (grads, state, info)`. `grads` is like `params`: the gradient of
+        the chunk's loss, summed over time. `key` is always passed, and ignored by those that need none.
+    """
+
+    init: Callable[[Params], EstimatorState]
+    update: Callable[[Params, EstimatorState, Chunk, Any], tuple[Params, EstimatorState, Info]]
+
+
+class Cut(NamedTuple):
+    """A cut vertex z of the transition, on every path from θ_t to h_t: where noise is injected (Section 5.1).
+
+    The transition with z displaced is `inject`; the Jacobian of z with respect to the parameters *of this step*, z's
+    other arguments fixed, is J_s, the immediate Jacobian. Hence dh_t/dθ_t = (dh_t/dz_t) J_t.
+
+    Attributes:
+      name: "state", "params" or "preactivation".
+      into: `into(params, state, x) -> z`.
+      inject: `inject(params, state, x, dz) -> state`, the transition with `dz` added to z.
+      features: at preactivations `features(params, state, x) -> {name: a}`, what each weight matrix multiplies. There
+        J = I ⊗ a^T, which is never worth building. None elsewhere.
+    """
+
+    name: str
+    into: Callable[[PyTree, PyTree, PyTree], PyTree]
+    inject: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree]
+    features: Callable[[PyTree, PyTree, PyTree], dict[str, Array]] | None = None
+
+
+class Cell(NamedTuple):
+    """A recurrent transition h_t = F(h_{t-1}, x_t; θ) and the ways to cut it.
+
+    Attributes:
+      init_params: `init_params(key) -> params`.
+      init_state: `init_state() -> state`, where every episode begins.
+      step: `step(params, state, x) -> state`.
+      output: `output(state) -> vector`, what the head reads.
+      cuts: the cut vertices that this cell has, by name.
+      example_input: shape and dtype of one x, where they are known (`jax.ShapeDtypeStruct`, or a pytree of them).
+    """
+
+    init_params: Callable[[Array], PyTree]
+    init_state: Callable[[], PyTree]
+    step: Callable[[PyTree, PyTree, PyTree], PyTree]
+    output: Callable[[PyTree], Array]
+    cuts: Mapping[str, Cut]
+    example_input: PyTree | None = None
+
+
+class Head(NamedTuple):
+    """A read-out with its loss. Its own gradient is exact, by backpropagation.
+
+    Attributes:
+      init_params: `init_params(key, width) -> params`, where `width` is that of the cell's output.
+      loss: `loss(params, output, target) -> scalar`, for one step.
+      check_target: `check_target(target)`, raises ValueError where the shape or dtype of one target is wrong.
+    """
+
+    init_params: Callable[[Array, int], PyTree]
+    loss: Callable[[PyTree, Array, PyTree], Array]
+    check_target: Callable[[PyTree], None] = lambda target: None
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A cell and a head.
+
+    Args:
+      cell: from `streamgrad.cells`.
+      head: from `streamgrad.heads`.
+
+    Example:
+      >>> import jax, streamgrad as sg
+      >>> model = sg.Model(sg.cells.lstm(3, 8), sg.heads.softmax(2))
+      >>> params = model.init(jax.random.key(0))
+      >>> params.cell["w"].shape, params.head["w"].shape
+      ((32, 12), (2, 8))
+    """
+
+    cell: Cell
+    head: Head
+
+    def init(self, key: Array) -> Params:
+        """Draw parameters, with fields `.cell` and `.head`."""
+        cell_key, head_key = jax.random.split(key)
+        width = jax.eval_shape(lambda: self.cell.output(self.cell.init_state())).shape[0]
+        return Params(self.cell.init_params(cell_key), self.head.init_params(head_key, width))
+
+    def init_state(self, params: Params) -> PyTree:
+        """The state at the beginning of an episode, in the dtype of the cell's parameters."""
+        dtype = real_dtype(params.cell)
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), self.cell.init_state())
+
+    def read_out(
+        self, head_params: PyTree, state: PyTree, target: PyTree
+    ) -> tuple[Float[Array, ""], PyTree, Float[Array, " S"]]:
+        """The loss at one step with its exact gradients.
+
+        Args:
+          head_params: the head's parameters.
+          state: h_t.
+          target: what the head compares with.
+
+        Returns:
+          L_t, dL_t/d(head parameters), and dL_t/dh_t as a vector over the ravelled state.
+        """
+        vector, unravel = ravel_pytree(state)
+
+        def loss(head_params: PyTree, vector: Array) -> Array:
+            value = self.head.loss(head_params, self.cell.output(unravel(vector)), target)
+            return jnp.asarray(value, vector.dtype)
+
+        value, (head_grads, dl_dstate) = jax.value_and_grad(loss, argnums=(0, 1))(head_params, vector)
+        return value, head_grads, dl_dstate
+
+
+class Influence(NamedTuple):
+    """A representation of dh_t/dθ, as exact or as noisy as it likes.
+
+    `step` below is a `streamgrad.linearise.Step`: the transition at this moment, with its derivatives as linear maps.
+
+    Attributes:
+      cut: the cut at which the transition is linearised.
+      init: `init(params, state) -> memory`, for the cell's parameters and the state that an episode begins with.
+      advance: `advance(shared, memory, step, noise, dl_dstate) -> (memory, diagnostics)`, from t-1 to t.
+      contract: `contract(before, after, step, dl_dstate) -> grads`, dL_t/dθ as this influence knows it, from the
+        memories before and after the step.
+      draw: `draw(shared, key, length, dtype) -> noise`, all of a chunk's noise at once, time leading.
+      shared: `shared(params) -> shared`, what all streams have in common.
+    """
+
+    cut: Cut
+    init: Callable[[PyTree, PyTree], PyTree]
+    advance: Callable[..., tuple[PyTree, dict[str, Array]]]
+    contract: Callable[..., PyTree]
+    draw: Callable[..., PyTree] = lambda shared, key, length, dtype: None
+    shared: Callable[[PyTree], PyTree] = lambda params: ()
+
+
+def real_dtype(tree: PyTree) -> Any:
+    """The dtype that the leaves of a tree promote to."""
+    return jnp.result_type(*jax.tree.leaves(tree))

@@ -1,0 +1,20 @@
+"""Recurrent cells: the transitions h_t = F(h_{t-1}, x_t; θ)."""
+
+from streamgrad.cells.affine import affine, features, init_weights
+from streamgrad.cells.function import from_function
+from streamgrad.cells.gru import gru
+from streamgrad.cells.lstm import LSTMState, lstm
+from streamgrad.cells.stack import stack
+from streamgrad.cells.vanilla import vanilla
+
+__all__ = [
+    "LSTMState",
+    "affine",
+    "features",
+    "from_function",
+    "gru",
+    "init_weights",
+    "lstm",
+    "stack",
+    "vanilla",
+]

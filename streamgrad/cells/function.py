@@ -1,0 +1,57 @@
+"""Any differentiable step as a cell."""
+
+from collections.abc import Callable
+
+import jax
+
+from streamgrad._typing import Array, PyTree
+from streamgrad.base import Cell
+from streamgrad.cells.affine import whole_state
+from streamgrad.checks import check_callable, check_real
+from streamgrad.cuts import params_cut, state_cut
+
+
+def from_function(
+    step: Callable[[PyTree, PyTree, PyTree], PyTree],
+    init_params: Callable[[Array], PyTree],
+    init_state: Callable[[], PyTree],
+    output: Callable[[PyTree], Array] | None = None,
+    example_input: PyTree | None = None,
+) -> Cell:
+    """Make a cell of any differentiable function over any pytrees: h_t = step(params, h_{t-1}, x_t).
+
+    It has the cuts "state" and "params". A cell whose parameters are all weight matrices is better written with
+    `streamgrad.cells.affine`, which adds the cut at the preactivations.
+
+    Args:
+      step: `step(params, state, x) -> state`; the new state has the structure and shapes of the old.
+      init_params: `init_params(key) -> params`.
+      init_state: `init_state() -> state`.
+      output: `output(state) -> vector`; by default all of the state.
+      example_input: one x, or its shape and dtype; only `tbptt` asks for it, which stores inputs across chunks.
+
+    Returns:
+      The cell.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> cell = sg.cells.from_function(
+      ...     step=lambda params, state, x: jnp.sin(params["gain"] * state + x),
+      ...     init_params=lambda key: {"gain": jax.random.normal(key, (3,))},
+      ...     init_state=lambda: jnp.zeros(3),
+      ... )
+      >>> sorted(cell.cuts)
+      ['params', 'state']
+    """
+    check_callable(step=step, init_params=init_params, init_state=init_state)
+    if output is not None:
+        check_callable(output=output)
+    check_real("state", jax.eval_shape(init_state))
+    if example_input is not None:
+        example_input = jax.eval_shape(lambda: example_input) if _concrete(example_input) else example_input
+    cuts = {"state": state_cut(step), "params": params_cut(step)}
+    return Cell(init_params, init_state, step, output or whole_state, cuts, example_input)
+
+
+def _concrete(tree: PyTree) -> bool:
+    return not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))

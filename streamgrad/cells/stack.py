@@ -1,0 +1,78 @@
+"""Cells on top of each other."""
+
+from collections.abc import Callable
+from typing import Any
+
+from streamgrad._typing import Array, PyTree
+from streamgrad.base import Cell, Cut
+from streamgrad.cuts import params_cut, state_cut
+
+import jax
+
+
+def stack(*cells: Cell) -> Cell:
+    """Make one cell of several: each reads the output of the one below at the same step.
+
+    Params, state, preactivations and features are tuples, one entry for each layer. Cuts are those that every layer
+    has. At the preactivations the displacement of a lower layer reaches the state of the upper ones through their
+    weights, so that every matrix's term is still one outer product, and the gradient of every layer is right.
+
+    Args:
+      *cells: from the bottom to the top, at least one.
+
+    Returns:
+      The cell; its output is the top's.
+
+    Example:
+      >>> import jax, streamgrad as sg
+      >>> cell = sg.cells.stack(sg.cells.lstm(2, 4), sg.cells.vanilla(4, 3))
+      >>> [layer["w"].shape for layer in cell.init_params(jax.random.key(0))]
+      [(16, 7), (3, 8)]
+    """
+    if not cells:
+        raise ValueError("stack needs at least one cell.")
+
+    def climb(visit: Callable[[int, Cell, Any], tuple[PyTree, Any]], x: PyTree) -> tuple[tuple, tuple]:
+        """Go up the layers; `visit` gives a layer's new state and what to keep of it."""
+        states, kept = [], []
+        for i, cell in enumerate(cells):
+            state, keep = visit(i, cell, x)
+            states.append(state)
+            kept.append(keep)
+            x = cell.output(state)
+        return tuple(states), tuple(kept)
+
+    def step(params: PyTree, state: PyTree, x: PyTree) -> PyTree:
+        return climb(lambda i, cell, x: (cell.step(params[i], state[i], x), None), x)[0]
+
+    def inject(params: PyTree, state: PyTree, x: PyTree, dz: PyTree) -> PyTree:
+        def visit(i: int, cell: Cell, x: PyTree) -> tuple[PyTree, None]:
+            return cell.cuts["preactivation"].inject(params[i], state[i], x, dz[i]), None
+
+        return climb(visit, x)[0]
+
+    def gather(field: str) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
+        def of_all(params: PyTree, state: PyTree, x: PyTree) -> PyTree:
+            def visit(i: int, cell: Cell, x: PyTree) -> tuple[PyTree, PyTree]:
+                part = getattr(cell.cuts["preactivation"], field)
+                return cell.step(params[i], state[i], x), part(params[i], state[i], x)
+
+            return climb(visit, x)[1]
+
+        return of_all
+
+    def init_params(key: Array) -> PyTree:
+        keys = jax.random.split(key, len(cells))
+        return tuple(cell.init_params(k) for cell, k in zip(cells, keys, strict=True))
+
+    cuts = {"state": state_cut(step), "params": params_cut(step)}
+    if all("preactivation" in cell.cuts for cell in cells):
+        cuts["preactivation"] = Cut("preactivation", gather("into"), inject, gather("features"))
+    return Cell(
+        init_params,
+        init_state=lambda: tuple(cell.init_state() for cell in cells),
+        step=step,
+        output=lambda state: cells[-1].output(state[-1]),
+        cuts=cuts,
+        example_input=cells[0].example_input,
+    )

@@ -1,0 +1,37 @@
+"""The plain tanh network."""
+
+import jax.numpy as jnp
+
+from streamgrad._typing import Array
+from streamgrad.base import Cell
+from streamgrad.cells.affine import Affine, affine, features, init_weights, vector_input
+from streamgrad.checks import check_size
+
+
+def vanilla(n_in: int, n_hidden: int) -> Cell:
+    """A network with one tanh layer: h_t = tanh(W a_t) with a_t = (h_{t-1}, x_t, 1) (Equation 1).
+
+    Args:
+      n_in: size of x.
+      n_hidden: H, size of the state.
+
+    Returns:
+      A cell with parameters `{"w": [H, H + n_in + 1]}` and a vector `[H]` as its state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> cell = sg.cells.vanilla(2, 3)
+      >>> cell.step(cell.init_params(jax.random.key(0)), cell.init_state(), jnp.zeros(2)).tolist()
+      [0.0, 0.0, 0.0]
+    """
+    check_size(n_in=n_in, n_hidden=n_hidden)
+
+    def step(affine: Affine, state: Array, x: Array) -> Array:
+        return jnp.tanh(affine("w", features(state, x)))
+
+    return affine(
+        step,
+        init_params=lambda key: {"w": init_weights(key, n_hidden, n_hidden, n_in)},
+        init_state=lambda: jnp.zeros(n_hidden),
+        example_input=vector_input(n_in),
+    )

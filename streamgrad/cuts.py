@@ -1,0 +1,148 @@
+"""The three cut vertices: where in the transition noise is injected (Section 5.1 of the paper).
+
+| cut | z_t | J_t = dz_t/dθ_t | N |
+|---|---|---|---|
+| state | h_t | dh_t/dθ_t, by reverse mode | size of the whole state |
+| params | θ_t | the identity | number of the cell's parameters |
+| preactivation | W a_t of every weight matrix W | I ⊗ a_t^T | number of all preactivations (LSTM: 4H) |
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from streamgrad._typing import Array, Float, PyTree
+from streamgrad.base import Cell, Cut
+
+NAMES = ("state", "params", "preactivation")
+
+
+def state_cut(step: Callable[[PyTree, PyTree, PyTree], PyTree]) -> Cut:
+    """Noise is added to the new state: z_t = h_t, as in the original UORO."""
+
+    def inject(params: PyTree, state: PyTree, x: PyTree, dz: PyTree) -> PyTree:
+        return jax.tree.map(jnp.add, step(params, state, x), dz)
+
+    return Cut("state", step, inject)
+
+
+def params_cut(step: Callable[[PyTree, PyTree, PyTree], PyTree]) -> Cut:
+    """Noise is added to the parameters of this step: z_t = θ_t."""
+
+    def into(params: PyTree, state: PyTree, x: PyTree) -> PyTree:
+        del state, x
+        return params
+
+    def inject(params: PyTree, state: PyTree, x: PyTree, dz: PyTree) -> PyTree:
+        return step(jax.tree.map(jnp.add, params, dz), state, x)
+
+    return Cut("params", into, inject)
+
+
+class Layout(NamedTuple):
+    """The sizes that a cell has at a cut.
+
+    Attributes:
+      size: N, the size of the ravelled z.
+      state_size: S, the size of the ravelled state.
+      rows: at preactivations the number of preactivations of each weight matrix, in the order in which they stand in
+        the ravelled z; elsewhere the single entry (N,).
+    """
+
+    size: int
+    state_size: int
+    rows: tuple[int, ...]
+
+
+def layout(cell: Cell, cut: Cut) -> Layout:
+    """The sizes of `cell` at `cut`, found without computing anything.
+
+    Example:
+      >>> import streamgrad as sg
+      >>> cell = sg.cells.gru(3, 5)
+      >>> sg.cuts.layout(cell, cell.cuts["preactivation"])
+      Layout(size=20, state_size=5, rows=(5, 5, 10))
+    """
+    params = jax.eval_shape(cell.init_params, jax.eval_shape(lambda: jax.random.key(0)))
+    state_size = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(cell.init_state)))
+    if cut.name == "state":
+        rows = (state_size,)
+    elif cut.name == "params":
+        rows = (sum(leaf.size for leaf in jax.tree.leaves(params)),)
+    else:  # a row of a weight matrix makes a preactivation
+        rows = tuple(leaf.shape[0] for leaf in jax.tree.leaves(params))
+    return Layout(sum(rows), state_size, rows)
+
+
+class Step(NamedTuple):
+    """One transition h_{t-1} -> h_t with its derivatives as linear maps, over ravelled vectors.
+
+    Attributes:
+      state: h_t.
+      propagate: `propagate(tangent[S]) -> [S]`, (dh_t/dh_{t-1}) tangent, by forward mode.
+      push: `push(dz[N]) -> [S]`, (dh_t/dz_t) dz, by forward mode.
+      pull: `pull(v[N]) -> like params`, v^T J_t: by reverse mode, or at preactivations as outer products v a^T.
+      backprop: `backprop(dl_dstate[S]) -> like params`, (dL/dh_t) (dh_t/dθ_t), by reverse mode.
+      features: at preactivations a_t, one vector for each weight matrix; None elsewhere.
+      unravel: `unravel(z[N])`, z in the shape that `Cut.into` gives it.
+    """
+
+    state: PyTree
+    propagate: Callable[[Float[Array, " S"]], Float[Array, " S"]]
+    push: Callable[[Float[Array, " N"]], Float[Array, " S"]]
+    pull: Callable[[Float[Array, " N"]], PyTree]
+    backprop: Callable[[Float[Array, " S"]], PyTree]
+    features: PyTree | None
+    unravel: Callable[[Float[Array, " N"]], PyTree]
+
+
+def linearise(cut: Cut, params: PyTree, state: PyTree, x: PyTree) -> Step:
+    """Take one step of the network and linearise it at `cut`.
+
+    Nothing is computed until it is asked for: what an estimator does not use, the compiler removes, and the forward
+    passes that the maps have in common it computes once.
+
+    Args:
+      cut: one of the cell's.
+      params: the cell's parameters.
+      state: h_{t-1}.
+      x: x_t.
+
+    Returns:
+      The step, h_t and the maps around it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> cell = sg.cells.vanilla(2, 3)
+      >>> params = cell.init_params(jax.random.key(0))
+      >>> step = sg.cuts.linearise(cell.cuts["preactivation"], params, cell.init_state(), jnp.ones(2))
+      >>> step.pull(jnp.ones(3))["w"].shape
+      (3, 6)
+    """
+    vector, unravel_state = ravel_pytree(state)
+    z, unravel_z = ravel_pytree(cut.into(params, state, x))
+    still = jnp.zeros_like(z)
+
+    def transition(params: PyTree, vector: Array, dz: Array) -> Array:
+        new = cut.inject(params, unravel_state(vector), x, unravel_z(dz))
+        return ravel_pytree(new)[0].astype(vector.dtype)
+
+    new, propagate = jax.linearize(lambda vector: transition(params, vector, still), vector)
+    _, push = jax.linearize(lambda dz: transition(params, vector, dz), still)
+
+    def backprop(dl_dstate: Float[Array, " S"]) -> PyTree:
+        _, vjp = jax.vjp(lambda params: transition(params, vector, still), params)
+        return vjp(dl_dstate)[0]
+
+    features = None if cut.features is None else cut.features(params, state, x)
+
+    def pull(v: Float[Array, " N"]) -> PyTree:
+        if features is not None:
+            return jax.tree.map(jnp.outer, unravel_z(v), features)
+        _, vjp = jax.vjp(lambda params: ravel_pytree(cut.into(params, state, x))[0].astype(v.dtype), params)
+        return vjp(v)[0]
+
+    return Step(unravel_state(new), propagate, push, pull, backprop, features, unravel_z)

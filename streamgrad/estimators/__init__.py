@@ -1,0 +1,31 @@
+"""Gradient estimators, one file each; noise, shaping, rescaling and groups are parts that they wire together."""
+
+from streamgrad.estimators.bptt import bptt
+from streamgrad.estimators.noise import Noise, find_noise
+from streamgrad.estimators.preuoro import preuoro
+from streamgrad.estimators.registry import REGISTRY, Row, find_estimator, markdown_table
+from streamgrad.estimators.rescale import Rescaling, given
+from streamgrad.estimators.rtrl import rtrl
+from streamgrad.estimators.shaping import Shaping, shaping
+from streamgrad.estimators.spatial_rtrl import spatial_rtrl
+from streamgrad.estimators.tbptt import tbptt
+from streamgrad.estimators.uoro import uoro
+
+__all__ = [
+    "REGISTRY",
+    "Noise",
+    "Rescaling",
+    "Row",
+    "Shaping",
+    "bptt",
+    "find_estimator",
+    "find_noise",
+    "given",
+    "markdown_table",
+    "preuoro",
+    "rtrl",
+    "shaping",
+    "spatial_rtrl",
+    "tbptt",
+    "uoro",
+]

@@ -1,0 +1,96 @@
+"""Groups of preactivations, each a UORO of its own for the rows of the weights that feed it.
+
+A group has its own tangent and its own rescaling, and as cotangent its rows of w̃. The rows tile the weights, so that G
+groups need no more cotangent memory than one. Cross terms between groups vanish, and the variances add. One group is
+UORO; as many groups as preactivations are PreUORO.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from streamgrad._typing import Array, Float, PyTree
+from streamgrad.checks import check_size
+from streamgrad.cuts import Layout
+
+
+class Groups(NamedTuple):
+    """A partition of the N entries of z.
+
+    Attributes:
+      count: G.
+      index: to which group each entry of the ravelled z belongs, `[N]`.
+      rows: how many preactivations each weight matrix has, in the order of the ravelled z.
+    """
+
+    count: int
+    index: np.ndarray
+    rows: tuple[int, ...]
+
+    def split(self, dz: Float[Array, " N"]) -> Float[Array, "G N"]:
+        """One vector for each group, zero outside it."""
+        if self.count == 1:
+            return dz[None]
+        return jnp.where(self.index == np.arange(self.count)[:, None], dz[None], 0)
+
+    def scale(self, cotangent: PyTree, by: Float[Array, " G"]) -> PyTree:
+        """Multiply each group's rows of a cotangent by its own number."""
+        if self.count == 1:
+            return jax.tree.map(lambda leaf: by[0] * leaf, cotangent)
+        parts = np.split(self.index, np.cumsum(self.rows)[:-1])
+        leaves, structure = jax.tree.flatten(cotangent)
+        scaled = [by[part][:, None] * leaf for part, leaf in zip(parts, leaves, strict=True)]
+        return jax.tree.unflatten(structure, scaled)
+
+    def norms(self, cotangent: PyTree) -> Float[Array, " G"]:
+        """The norm of each group's rows of a cotangent."""
+        leaves = jax.tree.leaves(cotangent)
+        if self.count == 1:
+            return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in leaves))[None]
+        by_row = jnp.concatenate([jnp.sum(leaf**2, axis=1) for leaf in leaves])
+        return jnp.sqrt(jnp.zeros(self.count, by_row.dtype).at[self.index].add(by_row))
+
+
+def make_groups(layout: Layout, cut: str, count: Any, q0: Any = None) -> Groups:
+    """Split the N entries of z into `count` blocks of the same size.
+
+    With several weight matrices no group spans two of them: a block that does is split where one ends. That keeps
+    J J^T a multiple of the identity inside a group, which the theory of Sections 7.1 and 7.2 asks for. The exception
+    is a full matrix `q0` with one group, which may mix all preactivations and so makes one group of all matrices.
+
+    Args:
+      layout: the sizes at the cut.
+      cut: its name; only preactivations can be grouped.
+      count: a divisor of N.
+      q0: None, a diagonal `[N]`, or a matrix `[N, N]` that must not mix two groups.
+
+    Returns:
+      The groups.
+
+    Example:
+      >>> from streamgrad.cuts import Layout
+      >>> make_groups(Layout(size=8, state_size=2, rows=(2, 2, 4)), "preactivation", 2).index.tolist()
+      [0, 0, 1, 1, 2, 2, 2, 2]
+    """
+    check_size(groups=count)
+    if count > 1 and cut != "preactivation":
+        raise ValueError(f"groups need the cut 'preactivation': at {cut!r} there is one group, not {count}.")
+    if layout.size % count:
+        divisors = [n for n in range(1, layout.size + 1) if layout.size % n == 0]
+        raise ValueError(
+            f"groups must divide the {layout.size} preactivations into blocks of the same size: "
+            f"choose one of {', '.join(map(str, divisors))}, not {count}."
+        )
+    if q0 is not None and np.ndim(q0) == 2 and count == 1:
+        return Groups(1, np.zeros(layout.size, int), layout.rows)
+    block = np.arange(layout.size) // (layout.size // count)
+    matrix = np.repeat(np.arange(len(layout.rows)), layout.rows)
+    _, index = np.unique(np.stack([block, matrix]), axis=1, return_inverse=True)
+    index = index.reshape(-1)
+    if q0 is not None and np.ndim(q0) == 2 and not isinstance(q0, jax.core.Tracer):
+        across = index[:, None] != index[None, :]
+        if np.any(np.asarray(q0)[across] != 0):
+            raise ValueError("q0 must not mix two groups: its entries between groups must be zero.")
+    return Groups(int(index.max()) + 1, index, layout.rows)

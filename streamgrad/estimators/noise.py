@@ -1,0 +1,79 @@
+"""The noise u: independent entries of zero mean and unit variance, symmetric around zero (Appendix A).
+
+| noise | entries | excess kurtosis |
+|---|---|---|
+| rademacher | signs | -2 |
+| gaussian | standard normal | 0 |
+| sign_gaussian | τ ν: one sign per step times standard normal entries; distributed like gaussian | 0 |
+
+Total variance grows with the kurtosis (Corollary 1), so that signs are never worse, and they cost nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from streamgrad._typing import Array
+from streamgrad.checks import check_choice, check_key
+
+
+class Noise(NamedTuple):
+    """A distribution of noise.
+
+    Attributes:
+      name: what it is called.
+      draw: `draw(key, shape, dtype)`, with time as the leading axis of `shape`.
+      kurtosis: excess kurtosis of the entries, E[u^4] - 3.
+      check: `check(key)`, raises ValueError where `draw` could not take it.
+    """
+
+    name: str
+    draw: Callable[[Any, tuple[int, ...], Any], Array]
+    kurtosis: float
+    check: Callable[[Any], None] = check_key
+
+
+def _sign_gaussian(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    sign_key, normal_key = jax.random.split(key)
+    signs = jax.random.rademacher(sign_key, shape[:1] + (1,) * (len(shape) - 1), dtype)
+    return signs * jax.random.normal(normal_key, shape, dtype)
+
+
+def _given(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    if key.shape != shape:
+        raise ValueError(f"given noise must have the shape {shape}, not {key.shape}.")
+    return key.astype(dtype)
+
+
+def _check_given(noise: Any) -> None:
+    if not hasattr(noise, "dtype") or not jnp.issubdtype(noise.dtype, jnp.floating):
+        raise ValueError("with noise='given', key must be the noise itself: an array of real numbers.")
+
+
+_NOISES = {
+    noise.name: noise
+    for noise in (
+        Noise("gaussian", jax.random.normal, 0.0),
+        Noise("rademacher", jax.random.rademacher, -2.0),
+        Noise("sign_gaussian", _sign_gaussian, 0.0),
+        # The caller passes the noise in place of the key: to enumerate sign patterns, or to compare two estimators
+        # under the same noise.
+        Noise("given", _given, 0.0, _check_given),
+    )
+}
+
+
+def find_noise(noise: str | Noise) -> Noise:
+    """A noise by its name; a `Noise` is passed on as it is.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> find_noise("rademacher").draw(jax.random.key(0), (2, 3), jnp.float32).shape
+      (2, 3)
+    """
+    if isinstance(noise, Noise):
+        return noise
+    check_choice("noise", noise, tuple(_NOISES))
+    return _NOISES[noise]

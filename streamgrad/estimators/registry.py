@@ -1,0 +1,95 @@
+"""Every estimator with what it promises: drives the conformance tests, the docs' table and the command line.
+
+To add an estimator: write its file, and add its row here.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from streamgrad.base import GradientEstimator
+from streamgrad.checks import check_choice
+from streamgrad.cuts import NAMES
+from streamgrad.estimators.bptt import bptt
+from streamgrad.estimators.preuoro import preuoro
+from streamgrad.estimators.rtrl import rtrl
+from streamgrad.estimators.spatial_rtrl import spatial_rtrl
+from streamgrad.estimators.tbptt import tbptt
+from streamgrad.estimators.uoro import uoro
+
+Promise = Literal["exact", "exact in the chunk", "truncated", "unbiased"]
+
+
+class Row(NamedTuple):
+    """What an estimator promises; the conformance tests hold it to that.
+
+    Attributes:
+      name: how it is called.
+      make: `make(model, **options) -> GradientEstimator`; takes `cut` if there are any, and `noise` if it is noisy.
+      promise: "exact" (equals BPTT of the whole sequence, however it is chunked), "exact in the chunk", "truncated", or
+        "unbiased" (its mean over the noise equals BPTT of the whole sequence).
+      time: per step and stream, for S state units, N preactivations and P recurrent parameters.
+      memory: likewise.
+      cuts: where it can cut the transition; empty if it does not.
+      summary: one line.
+      options: what to make it with where the caller has no wish of his own.
+    """
+
+    name: str
+    make: Callable[..., GradientEstimator]
+    promise: Promise
+    time: str
+    memory: str
+    cuts: tuple[str, ...]
+    summary: str
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+ROWS = (
+    Row(
+        "bptt", bptt, "exact in the chunk", "P", "T S", (),
+        "backpropagation through the chunk; `recompute=k` stores T/k + k states",
+    ),
+    Row(
+        "tbptt", tbptt, "truncated", "window S² + P", "window S", (),
+        "every loss reaches back `window` steps, also across chunks",
+        MappingProxyType({"window": 3}),
+    ),
+    Row("rtrl", rtrl, "exact", "S² P", "S P", NAMES, "the whole Jacobian dh/dθ, carried forward"),
+    Row(
+        "spatial_rtrl", spatial_rtrl, "unbiased", "S² P", "S P", NAMES,
+        "RTRL with the immediate Jacobian projected onto noise",
+    ),
+    Row(
+        "uoro", uoro, "unbiased", "G P", "P", NAMES,
+        "dh/dθ as a product of two vectors; `groups=G` trades time for variance",
+    ),
+    Row(
+        "preuoro", preuoro, "unbiased", "N P", "N S", ("preactivation",),
+        "UORO without the spatial projection (KF-RTRL): variance N times smaller",
+    ),
+)  # fmt: skip
+
+REGISTRY: Mapping[str, Row] = MappingProxyType({row.name: row for row in ROWS})
+
+
+def find_estimator(name: str) -> Row:
+    """The row of that name.
+
+    Example:
+      >>> find_estimator("rtrl").promise
+      'exact'
+    """
+    check_choice("estimator", name, tuple(REGISTRY))
+    return REGISTRY[name]
+
+
+def markdown_table() -> str:
+    """The registry as the table that stands in the README."""
+    head = (
+        "| estimator | gradient | time per step | memory | cuts | what it is |\n|---|---|---|---|---|---|\n"
+    )
+    return head + "".join(
+        f"| `{row.name}` | {row.promise} | {row.time} | {row.memory} | {', '.join(row.cuts) or '–'} | {row.summary} |\n"
+        for row in ROWS
+    )

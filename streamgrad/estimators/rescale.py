@@ -1,0 +1,161 @@
+"""Rescaling: the coefficients γ_t and β_t by which the two factors of the estimate are balanced (Section 5.2).
+
+    h̃_t = γ_t (dh_t/dh_{t-1}) h̃_{t-1} + β_t (dh_t/dz_t) Q_0 u_t
+    w̃_t = w̃_{t-1} / γ_t              + J_t^T Q_0^{-T} u_t / β_t
+
+What a contribution of step s carries at step t is α_s = β_s γ_{s+1} … γ_t; it cancels in the mean.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from streamgrad._typing import Array, Float, PyTree
+from streamgrad.checks import check_choice
+
+
+class Terms(NamedTuple):
+    """The norms of the four terms of the recursion, one for each group.
+
+    Attributes:
+      propagated: ‖(dh_t/dh_{t-1}) h̃_{t-1}‖.
+      cotangent: ‖w̃_{t-1}‖.
+      pushed: ‖(dh_t/dz_t) Q_0 u_t‖.
+      pulled: ‖J_t^T Q_0^{-T} u_t‖.
+    """
+
+    propagated: Float[Array, " G"]
+    cotangent: Float[Array, " G"]
+    pushed: Float[Array, " G"]
+    pulled: Float[Array, " G"]
+
+
+class Scales(NamedTuple):
+    """What a pair of terms is multiplied by: (γ, 1/γ) for the past, (β, 1/β) for the present.
+
+    (0, 0) drops the pair, which changes nothing but noise where one of its factors is zero.
+    """
+
+    tangent: Float[Array, " G"]
+    cotangent: Float[Array, " G"]
+
+
+class Rescaling(NamedTuple):
+    """A choice of γ and β.
+
+    Attributes:
+      name: what it is called.
+      shared: `shared(groups, dtype)`, what all streams have in common (α), or None.
+      init: `init()`, what a stream remembers (its position in the episode), or None.
+      coefficients: `coefficients(shared, memory, terms) -> (past, present, memory)`.
+      length: number of steps it knows of, or None for any.
+    """
+
+    name: str
+    shared: Callable[[int, Any], PyTree]
+    init: Callable[[], PyTree]
+    coefficients: Callable[[PyTree, PyTree, Terms], tuple[Scales, Scales, PyTree]]
+    length: int | None = None
+
+
+def _none(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales, PyTree]:
+    del shared
+    one = jnp.ones_like(terms.propagated)
+    return Scales(one, one), Scales(one, one), memory
+
+
+def balance(tangent: Float[Array, " G"], cotangent: Float[Array, " G"]) -> Scales:
+    """Scales that make two norms equal: γ² = ‖cotangent‖ / ‖tangent‖, the GIR choice.
+
+    Where either norm is zero the pair's product is zero too, and it is dropped: no division by zero, the same mean,
+    and no noise from a cotangent that has no tangent.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> scales = balance(jnp.array([1.0, 0.0]), jnp.array([4.0, 4.0]))
+      >>> scales.tangent.tolist(), scales.cotangent.tolist()
+      ([2.0, 0.0], [0.5, 0.0])
+    """
+    alive = (tangent > 0) & (cotangent > 0)
+    # Roots first: their ratio stays inside the range of float32 where that of the norms would not.
+    up, down = jnp.sqrt(jnp.where(alive, cotangent, 1)), jnp.sqrt(jnp.where(alive, tangent, 1))
+    return Scales(jnp.where(alive, up / down, 0), jnp.where(alive, down / up, 0))
+
+
+def _gir(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales, PyTree]:
+    del shared
+    return balance(terms.propagated, terms.cotangent), balance(terms.pushed, terms.pulled), memory
+
+
+def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
+    """Rescaling by a given α, one for each position in the episode.
+
+    The total scaling α_s is all that the estimate depends on, so the two ways of splitting it into γ and β give the
+    same one: γ = 1 with β = α, or, as in the paper's experiments (Section 7.2) and better for small floats, γ equal
+    to the geometric mean of the ratios of consecutive α, α_s / α_{s+1}, with β_s = α_s / γ^(T-s).
+
+    Args:
+      alpha: `[T]`, or `[T, G]` for one α per group; positive. An episode longer than T keeps the last entry.
+      gamma: "geometric" or "one".
+
+    Returns:
+      The rescaling.
+
+    Example:
+      >>> import jax.numpy as jnp, streamgrad as sg
+      >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.softmax(2))
+      >>> est = sg.uoro(model, rescale=sg.estimators.given(jnp.array([4.0, 2.0, 1.0]), gamma="one"))
+    """
+    check_choice("gamma", gamma, ("geometric", "one"))
+    shape = np.shape(alpha)
+    if len(shape) not in (1, 2) or 0 in shape:
+        raise ValueError(f"alpha must have the shape [T], or [T, G] with one for each group, not {shape}.")
+    if not isinstance(alpha, jax.core.Tracer):
+        values = np.asarray(alpha)
+        real = np.issubdtype(values.dtype, np.floating) or np.issubdtype(values.dtype, np.integer)
+        if not real or not np.all(np.isfinite(values)) or not np.all(values > 0):
+            raise ValueError("alpha must be real, finite and positive.")
+    last = shape[0] - 1
+
+    def shared(groups: int, dtype: Any) -> Float[Array, "T G"]:
+        if len(shape) == 2 and shape[1] not in (1, groups):
+            raise ValueError(f"alpha has {shape[1]} columns, but there are {groups} groups.")
+        values = jnp.asarray(alpha, dtype)
+        return jnp.broadcast_to(values[:, None] if values.ndim == 1 else values, (last + 1, groups))
+
+    def coefficients(
+        alpha: Float[Array, "T G"], position: Array, terms: Terms
+    ) -> tuple[Scales, Scales, Array]:
+        del terms
+        log_alpha = jnp.log(alpha)
+        s = jnp.minimum(position, last)
+        # Per step; γ = 1 past the end, where α no longer changes.
+        slope = (log_alpha[0] - log_alpha[-1]) / max(last, 1) if gamma == "geometric" else 0 * log_alpha[0]
+        past = jnp.where(position > last, 0, slope)
+        present = log_alpha[s] - (last - s) * slope
+        return (
+            Scales(jnp.exp(past), jnp.exp(-past)),
+            Scales(jnp.exp(present), jnp.exp(-present)),
+            position + 1,
+        )
+
+    return Rescaling("given", shared, lambda: jnp.zeros((), jnp.int32), coefficients, last + 1)
+
+
+_RESCALINGS = {
+    "none": Rescaling("none", lambda groups, dtype: None, lambda: None, _none),
+    "gir": Rescaling("gir", lambda groups, dtype: None, lambda: None, _gir),
+}
+
+
+def find_rescaling(rescale: Any) -> Rescaling:
+    """A rescaling by its name, or from an array of α; a `Rescaling` is passed on as it is."""
+    if isinstance(rescale, Rescaling):
+        return rescale
+    if hasattr(rescale, "shape") or isinstance(rescale, list | tuple):
+        return given(rescale if hasattr(rescale, "shape") else np.asarray(rescale))
+    check_choice("rescale (or an array of alpha)", rescale, tuple(_RESCALINGS))
+    return _RESCALINGS[rescale]

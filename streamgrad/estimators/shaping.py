@@ -1,0 +1,98 @@
+"""Noise shaping: the constant matrix Q_0 by which the noise is given another covariance (Section 6.3).
+
+The tangent receives Q_0 u and the cotangent Q_0^{-T} u; since E[Q_0 u u^T Q_0^{-1}] = I, any invertible Q_0 leaves the
+estimate unbiased.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from streamgrad._typing import Array, Float
+
+
+class Shaping(NamedTuple):
+    """Q_0 with its inverse; part of an estimator's shared state, so that it may change without a new trace.
+
+    Attributes:
+      q0: Q_0, `[N, N]` or, if diagonal, `[N]`.
+      inverse: Q_0^{-1}, of the same shape.
+    """
+
+    q0: Array
+    inverse: Array
+
+
+class Shaped(NamedTuple):
+    """The two sides of one noise.
+
+    Attributes:
+      right: Q_0 u, for the tangent.
+      left: Q_0^{-T} u, for the cotangent.
+    """
+
+    right: Float[Array, "*T N"]
+    left: Float[Array, "*T N"]
+
+
+def shaping(q0: Any, dtype: Any = None) -> Shaping | None:
+    """Make the pair of Q_0 and its inverse; None stands for the identity.
+
+    Args:
+      q0: `[N, N]`, `[N]` for a diagonal matrix, or None.
+      dtype: of the result; by default that of `q0`.
+
+    Returns:
+      The pair, or None.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> shaping(jnp.array([2.0, 4.0])).inverse.tolist()
+      [0.5, 0.25]
+    """
+    if q0 is None:
+        return None
+    q0 = jnp.asarray(q0, dtype)
+    return Shaping(q0, 1 / q0 if q0.ndim == 1 else jnp.linalg.inv(q0))
+
+
+def shape_noise(pair: Shaping | None, u: Float[Array, "T N"]) -> Shaped:
+    """Q_0 u and Q_0^{-T} u for all of a chunk's noise at once.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> shaped = shape_noise(shaping(jnp.array([[1.0, 1.0], [0.0, 1.0]])), jnp.array([[1.0, 2.0]]))
+      >>> shaped.right.tolist(), shaped.left.tolist()
+      ([[3.0, 2.0]], [[1.0, 1.0]])
+    """
+    if pair is None:
+        return Shaped(u, u)
+    if pair.q0.ndim == 1:
+        return Shaped(u * pair.q0[None], u * pair.inverse[None])
+    # Rows of u are vectors, so that the products stand the other way round: (Q u)^T = u^T Q^T.
+    return Shaped(u @ pair.q0.T, u @ pair.inverse)
+
+
+def check_q0(q0: Any, size: int) -> None:
+    """`q0` is an invertible matrix `[N, N]`, or an invertible diagonal `[N]`, of finite numbers."""
+    if q0 is None:
+        return
+    shape = np.shape(q0)
+    if shape not in ((size,), (size, size)):
+        raise ValueError(
+            f"q0 must have the shape ({size}, {size}), or ({size},) for a diagonal, as this cut has the size {size}; "
+            f"not {shape}."
+        )
+    if isinstance(q0, jax.core.Tracer):
+        return
+    matrix = np.asarray(q0)
+    if not np.issubdtype(matrix.dtype, np.floating) and not np.issubdtype(matrix.dtype, np.integer):
+        raise ValueError(f"q0 must be real, not {matrix.dtype}.")
+    matrix = np.asarray(matrix, np.float64)
+    if not np.all(np.isfinite(matrix)):
+        raise ValueError("q0 must be finite.")
+    singular_values = np.abs(matrix) if matrix.ndim == 1 else np.linalg.svd(matrix, compute_uv=False)
+    if singular_values.min() <= singular_values.max() * size * np.finfo(np.float64).eps:
+        raise ValueError("q0 must be invertible, but it is singular.")

@@ -1,0 +1,74 @@
+"""RTRL with the spatial projection alone: the other half of UORO's noise."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from streamgrad import cuts
+from streamgrad._typing import Array, PyTree
+from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
+from streamgrad.checks import find_cut
+from streamgrad.cuts import Step
+from streamgrad.estimators.noise import Noise, find_noise
+from streamgrad.estimators.rtrl import contract, empty_jacobian, propagate
+from streamgrad.estimators.shaping import Shaped, Shaping, check_q0, shape_noise, shaping
+from streamgrad.online import online
+
+
+def spatial_rtrl(
+    model: Model, cut: str = "preactivation", noise: str | Noise = "rademacher", q0: Any = None
+) -> GradientEstimator:
+    """RTRL in which the immediate Jacobian is projected onto noise (Section 5.1; "spatial" in Figure 4).
+
+        M_t = (dh_t/dh_{t-1}) M_{t-1} + (dh_t/dz_t) Q_0 ν_t ν_t^T Q_0^{-1} J_t
+
+    It costs what RTRL costs; it is there to tell the noise of space from that of time.
+
+    Args:
+      model: the model whose gradients are estimated.
+      cut: where noise is injected: "preactivation", "state" or "params".
+      noise: as in `uoro`.
+      q0: as in `uoro`.
+
+    Returns:
+      The estimator.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
+      >>> params = model.init(jax.random.key(0))
+      >>> est = sg.spatial_rtrl(model, cut="state")
+      >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
+      >>> grads, state, info = est.update(params, est.init(params), chunk, jax.random.key(1))
+      >>> state.memory["w"].shape
+      (4, 4, 7)
+    """
+    vertex = find_cut(model, cut)
+    source = find_noise(noise)
+    layout = cuts.layout(model.cell, vertex)
+    check_q0(q0, layout.size)
+
+    def shared(params: PyTree) -> Shaping | None:
+        return shaping(q0, real_dtype(params))
+
+    def draw(shared: Shaping | None, key: Any, length: int, dtype: Any) -> Shaped:
+        return shape_noise(shared, source.draw(key, (length, layout.size), dtype))
+
+    def advance(
+        shared: Shaping | None, memory: PyTree, step: Step, noise: Shaped, dl_dstate: Array
+    ) -> tuple[PyTree, dict[str, Array]]:
+        del shared, dl_dstate
+        pushed = step.push(noise.right)
+        return jax.tree.map(
+            lambda past, pulled: past + jnp.tensordot(pushed, pulled, axes=0),
+            propagate(step, memory, layout.state_size),
+            step.pull(noise.left),
+        ), {}
+
+    def check(chunk: Chunk, length: int, key: Any) -> None:
+        del chunk, length
+        source.check(key)
+
+    influence = Influence(vertex, empty_jacobian(layout.state_size), advance, contract, draw, shared)
+    return online(model, influence, check)

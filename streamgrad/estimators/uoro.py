@@ -1,0 +1,151 @@
+"""Unbiased online recurrent optimisation, generalised: any cut, noise, rescaling, Q_0 and number of groups."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from streamgrad import cuts
+from streamgrad._typing import Array, Float, PyTree
+from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
+from streamgrad.checks import check_choice, find_cut
+from streamgrad.cuts import Step
+from streamgrad.estimators.groups import make_groups
+from streamgrad.estimators.noise import Noise, find_noise
+from streamgrad.estimators.rescale import Rescaling, Terms, find_rescaling
+from streamgrad.estimators.shaping import Shaped, Shaping, check_q0, shape_noise, shaping
+from streamgrad.online import online
+
+
+class UoroMemory(NamedTuple):
+    """The rank-one estimate dh_t/dθ ≈ h̃_t w̃_t^T, one for each group.
+
+    Attributes:
+      tangent: h̃_t.
+      cotangent: w̃_t, like the cell's parameters; a group's is its rows.
+      rescaling: what the rescaling remembers.
+    """
+
+    tangent: Float[Array, "G S"]
+    cotangent: PyTree
+    rescaling: PyTree
+
+
+class UoroShared(NamedTuple):
+    """What all streams have in common; may be replaced between updates without a new trace.
+
+    Attributes:
+      shaping: Q_0 and its inverse, or None.
+      rescaling: α, `[T, G]`, or None.
+    """
+
+    shaping: Shaping | None
+    rescaling: PyTree
+
+
+def uoro(
+    model: Model,
+    cut: str = "preactivation",
+    noise: str | Noise = "rademacher",
+    rescale: Any = "gir",
+    groups: int = 1,
+    q0: Any = None,
+    immediate: str = "estimated",
+) -> GradientEstimator:
+    """Unbiased online recurrent optimisation: dh_t/dθ as a rank-one product of two vectors (Section 5).
+
+        h̃_t = γ_t (dh_t/dh_{t-1}) h̃_{t-1} + β_t (dh_t/dz_t) Q_0 u_t
+        w̃_t = w̃_{t-1} / γ_t              + J_t^T Q_0^{-T} u_t / β_t
+        dL_t/dθ ≈ (dL_t/dh_t · h̃_t) w̃_t
+
+    Args:
+      model: the model whose gradients are estimated.
+      cut: where noise is injected: "preactivation", "state" or "params".
+      noise: "rademacher", "gaussian", "sign_gaussian", or "given" (the caller passes u in place of the key).
+      rescale: "gir" (greedy iterative rescaling), "none", or α as an array `[T]` or `[T, G]` over the positions of an
+        episode; `streamgrad.estimators.given` chooses how α is split.
+      groups: G, how many blocks the preactivations are split into; each is a UORO of its own for its rows of the
+        weights. Variance falls about G-fold, time grows with G. With several weight matrices each is at least a group.
+      q0: Q_0, an invertible matrix `[N, N]` or diagonal `[N]`; None is the identity.
+      immediate: "estimated", or "exact": the variant of Tallec and Ollivier, which backpropagates the current step and
+        estimates the past alone.
+
+    Returns:
+      The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> model = sg.Model(sg.cells.lstm(2, 4), sg.heads.softmax(3))
+      >>> params = model.init(jax.random.key(0))
+      >>> est = sg.uoro(model, groups=4)
+      >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
+      >>> grads, state, info = est.update(params, est.init(params), chunk, jax.random.key(1))
+      >>> grads.cell["w"].shape, info.diagnostics["gamma"].shape
+      ((16, 7), (5, 4))
+
+    References:
+      Tallec and Ollivier, Unbiased online recurrent optimization, 2018.
+      Cooijmans and Martens, On the variance of unbiased online recurrent optimization, 2019.
+    """
+    vertex = find_cut(model, cut)
+    source = find_noise(noise)
+    rescaling = find_rescaling(rescale)
+    check_choice("immediate", immediate, ("estimated", "exact"))
+    layout = cuts.layout(model.cell, vertex)
+    check_q0(q0, layout.size)
+    partition = make_groups(layout, cut, groups, q0)
+    rescaling.shared(partition.count, None)  # says so now where α does not fit the groups
+
+    def init(params: PyTree, state: PyTree) -> UoroMemory:
+        del state
+        tangent = jnp.zeros((partition.count, layout.state_size), real_dtype(params))
+        return UoroMemory(tangent, jax.tree.map(jnp.zeros_like, params), rescaling.init())
+
+    def shared(params: PyTree) -> UoroShared:
+        dtype = real_dtype(params)
+        return UoroShared(shaping(q0, dtype), rescaling.shared(partition.count, dtype))
+
+    def draw(shared: UoroShared, key: Any, length: int, dtype: Any) -> Shaped:
+        return shape_noise(shared.shaping, source.draw(key, (length, layout.size), dtype))
+
+    def advance(
+        shared: UoroShared, memory: UoroMemory, step: Step, noise: Shaped, dl_dstate: Array
+    ) -> tuple[UoroMemory, dict[str, Array]]:
+        del dl_dstate
+        propagated = jax.vmap(step.propagate)(memory.tangent)
+        pushed = jax.vmap(step.push)(partition.split(noise.right))
+        pulled = step.pull(noise.left)
+        terms = Terms(
+            jnp.linalg.norm(propagated, axis=1),
+            partition.norms(memory.cotangent),
+            jnp.linalg.norm(pushed, axis=1),
+            partition.norms(pulled),
+        )
+        past, present, remembered = rescaling.coefficients(shared.rescaling, memory.rescaling, terms)
+        tangent = past.tangent[:, None] * propagated + present.tangent[:, None] * pushed
+        cotangent = jax.tree.map(
+            jnp.add,
+            partition.scale(memory.cotangent, past.cotangent),
+            partition.scale(pulled, present.cotangent),
+        )
+        return UoroMemory(tangent, cotangent, remembered), {"gamma": past.tangent, "beta": present.tangent}
+
+    def contract(before: UoroMemory, after: UoroMemory, step: Step, dl_dstate: Array) -> PyTree:
+        if immediate == "estimated":
+            return partition.scale(after.cotangent, after.tangent @ dl_dstate)
+        past = jax.vmap(step.propagate)(before.tangent) @ dl_dstate
+        return jax.tree.map(jnp.add, partition.scale(before.cotangent, past), step.backprop(dl_dstate))
+
+    def check(chunk: Chunk, length: int, key: Any) -> None:
+        source.check(key)
+        check_alpha_length(rescaling, chunk, length)
+
+    return online(model, Influence(vertex, init, advance, contract, draw, shared), check)
+
+
+def check_alpha_length(rescaling: Rescaling, chunk: Chunk, length: int) -> None:
+    """A given α reaches to the end of a chunk that is surely one episode."""
+    if rescaling.length is not None and chunk.reset is None and length > rescaling.length:
+        raise ValueError(
+            f"alpha has {rescaling.length} entries, but the chunk has {length} steps and no reset."
+        )

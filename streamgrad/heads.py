@@ -1,0 +1,143 @@
+"""Read-outs with their losses. A head reads the cell's output and learns its width from it."""
+
+import inspect
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from streamgrad._typing import Array, Float, PyTree
+from streamgrad.base import Head
+from streamgrad.checks import check_callable, check_size
+
+
+def softmax(n_classes: int) -> Head:
+    """Classification: L_t = -log softmax(w y + b)[target], where y is the cell's output.
+
+    Args:
+      n_classes: at least 2.
+
+    Returns:
+      A head whose targets are whole numbers from 0 to n_classes - 1, one per step. Any other number makes the loss
+      NaN, rather than silently some other class.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> head = sg.heads.softmax(4)
+      >>> zero = jax.tree.map(jnp.zeros_like, head.init_params(jax.random.key(0), 3))
+      >>> round(float(head.loss(zero, jnp.ones(3), 2)), 4)  # log 4
+      1.3863
+    """
+    check_size(least=2, n_classes=n_classes)
+
+    def loss(params: PyTree, output: Array, target: Array) -> Array:
+        log_p = jax.nn.log_softmax(_affine(params, output))
+        known = (target >= 0) & (target < n_classes)
+        return jnp.where(known, -log_p[jnp.clip(target, 0, n_classes - 1)], jnp.nan)
+
+    def check_target(target: PyTree) -> None:
+        _check("softmax", target, (), jnp.integer, "a whole number")
+
+    return Head(lambda key, width: _init(key, n_classes, width), loss, check_target)
+
+
+def bernoulli(n: int) -> Head:
+    """n independent bits: L_t is the sum over bits of the cross-entropy between target and σ(w y + b).
+
+    Args:
+      n: number of bits.
+
+    Returns:
+      A head whose targets are vectors [n] of numbers between 0 and 1, or bools.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> head = sg.heads.bernoulli(2)
+      >>> zero = jax.tree.map(jnp.zeros_like, head.init_params(jax.random.key(0), 3))
+      >>> round(float(head.loss(zero, jnp.ones(3), jnp.array([0, 1]))), 4)  # 2 log 2
+      1.3863
+    """
+    check_size(n=n)
+
+    def loss(params: PyTree, output: Array, target: Array) -> Array:
+        logits = _affine(params, output)
+        return jnp.sum(jax.nn.softplus(logits) - jnp.asarray(target, logits.dtype) * logits)
+
+    def check_target(target: PyTree) -> None:
+        _check("bernoulli", target, (n,), None, "numbers")
+
+    return Head(lambda key, width: _init(key, n, width), loss, check_target)
+
+
+def squared_error(n: int) -> Head:
+    """Regression: L_t = 1/2 ||w y + b - target||².
+
+    Args:
+      n: size of the prediction.
+
+    Returns:
+      A head whose targets are vectors [n].
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> head = sg.heads.squared_error(2)
+      >>> zero = jax.tree.map(jnp.zeros_like, head.init_params(jax.random.key(0), 3))
+      >>> float(head.loss(zero, jnp.ones(3), jnp.array([3.0, 4.0])))
+      12.5
+    """
+    check_size(n=n)
+
+    def loss(params: PyTree, output: Array, target: Array) -> Array:
+        prediction = _affine(params, output)
+        return 0.5 * jnp.sum((prediction - jnp.asarray(target, prediction.dtype)) ** 2)
+
+    def check_target(target: PyTree) -> None:
+        _check("squared_error", target, (n,), None, "numbers")
+
+    return Head(lambda key, width: _init(key, n, width), loss, check_target)
+
+
+def from_function(init_params: Callable[..., PyTree], loss: Callable[[PyTree, Array, PyTree], Array]) -> Head:
+    """Make a head of any differentiable loss.
+
+    Args:
+      init_params: `init_params(key, width) -> params`, or `init_params(key)` for one that needs no width; `width` is
+        that of the cell's output. May return an empty pytree.
+      loss: `loss(params, output, target) -> scalar`.
+
+    Returns:
+      The head.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> head = sg.heads.from_function(
+      ...     init_params=lambda key, width: jax.random.normal(key, (width,)),
+      ...     loss=lambda params, output, target: jnp.abs(params @ output - target),
+      ... )
+      >>> head.init_params(jax.random.key(0), 3).shape
+      (3,)
+    """
+    check_callable(init_params=init_params, loss=loss)
+    try:
+        inspect.signature(init_params).bind("key", "width")
+    except TypeError:
+        return Head(lambda key, width: init_params(key), loss)
+    return Head(init_params, loss)
+
+
+def _init(key: Array, n: int, width: int) -> PyTree:
+    return {"w": jax.random.normal(key, (n, width)) / jnp.sqrt(width), "b": jnp.zeros(n)}
+
+
+def _affine(params: PyTree, output: Float[Array, " width"]) -> Float[Array, " n"]:
+    return params["w"] @ output + params["b"]
+
+
+def _check(head: str, target: PyTree, shape: tuple[int, ...], kind: type | None, what: str) -> None:
+    """One target is a single array of this shape and kind."""
+    leaves = jax.tree.leaves(target)
+    single = len(leaves) == 1 and leaves[0] is target
+    numeric = single and (target.dtype == bool or jnp.issubdtype(target.dtype, jnp.number))
+    if not numeric or target.shape != shape or (kind is not None and not jnp.issubdtype(target.dtype, kind)):
+        got = f"{target.dtype}{list(target.shape)}" if single else "a tree of arrays"
+        raise ValueError(f"one target of heads.{head} must be {what} of shape {list(shape)}, not {got}.")
