@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from streamgrad import cuts
 from streamgrad._typing import PyTree
@@ -65,9 +66,7 @@ def check_like(name: str, expected: PyTree, tree: PyTree, whose: str) -> None:
     ours, theirs = jax.tree.structure(expected), jax.tree.structure(tree)
     if ours != theirs:
         raise ValueError(f"{name} must have the structure of {whose}, {ours}, not {theirs}.")
-    for (path, want), got in zip(
-        jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(tree), strict=True
-    ):
+    for (path, want), got in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(tree), strict=True):
         if want.shape != jnp.shape(got):
             where = f"{name}{jax.tree_util.keystr(path)}"
             raise ValueError(
@@ -89,16 +88,11 @@ def check_chunk(model: Model, chunk: Any) -> int:
     if not isinstance(chunk, Chunk):
         raise ValueError(f"chunk must be a streamgrad.Chunk, not {type(chunk).__name__}.")
     length = leading_length(chunk, "time")
-    if chunk.reset is not None:
-        if jnp.shape(chunk.reset) != (length,) or chunk.reset.dtype != bool:
-            raise ValueError(
-                f"reset must be one bool per step, bool[{length}], "
-                f"not {chunk.reset.dtype}{list(jnp.shape(chunk.reset))}."
-            )
-    expected = model.cell.example_input
-    x = one_step(chunk.inputs)
-    if expected is not None:
-        check_like("one step of inputs", expected, x, "the cell's input")
+    reset = chunk.reset
+    if reset is not None and (reset.shape != (length,) or reset.dtype != bool):
+        raise ValueError(f"reset must be one bool per step, bool[{length}], not {reset.dtype}{list(reset.shape)}.")
+    if model.cell.example_input is not None:
+        check_like("one step of inputs", model.cell.example_input, one_step(chunk.inputs), "the cell's input")
     model.head.check_target(one_step(chunk.targets))
     return length
 
@@ -118,9 +112,7 @@ def leading_length(chunk: Chunk, axis: str) -> int:
         raise ValueError("inputs has no arrays in it.")
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{where} {n}" for where, n in lengths.items())
-        raise ValueError(
-            f"all leaves of a chunk must have the same length along {axis}, but they have: {listed}."
-        )
+        raise ValueError(f"all leaves of a chunk must have the same length along {axis}, but they have: {listed}.")
     length = next(iter(lengths.values()))
     if length < 1:
         raise ValueError("a chunk must have at least one step.")
@@ -143,6 +135,11 @@ def is_key(key: Any) -> bool:
     if not hasattr(key, "dtype"):
         return False
     return _typed(key) or (key.dtype == jnp.uint32 and jnp.ndim(key) >= 1 and key.shape[-1] == 2)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether `value` is an array whose numbers are not known yet, so that they cannot be checked."""
+    return isinstance(value, Tracer)
 
 
 def _typed(key: Any) -> bool:

@@ -93,9 +93,7 @@ def online(
         state = model.init_state(params)
         return EstimatorState(state, influence.init(params.cell, state), influence.shared(params.cell))
 
-    def update(
-        params: Params, state: EstimatorState, chunk: Chunk, key: Any
-    ) -> tuple[Params, EstimatorState, Info]:
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
         fresh = init(params)
         length = leading_length(chunk, "time")
         noise = influence.draw(state.shared, key, length, real_dtype(params.cell))
@@ -113,9 +111,7 @@ def online(
 
         zero = jax.tree.map(jnp.zeros_like, params)
         steps = (chunk.inputs, chunk.targets, chunk.reset, noise)
-        (cell_state, memory, grads), (loss, diagnostics) = jax.lax.scan(
-            step, (state.cell, state.memory, zero), steps
-        )
+        (cell_state, memory, grads), (loss, diagnostics) = jax.lax.scan(step, (state.cell, state.memory, zero), steps)
         return grads, EstimatorState(cell_state, memory, state.shared), Info(loss, diagnostics)
 
     return estimator(model, init, update, check)
@@ -158,15 +154,11 @@ def batched(est: GradientEstimator, batch_size: int) -> GradientEstimator:
         return EstimatorState(jax.tree.map(repeat, one.cell), jax.tree.map(repeat, one.memory), one.shared)
 
     @jax.jit
-    def compiled(
-        params: Params, state: EstimatorState, chunk: Chunk, keys: Any
-    ) -> tuple[Params, EstimatorState, Info]:
+    def compiled(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> tuple[Params, EstimatorState, Info]:
         grads, state, info = streams(params, state, chunk, keys)
         return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads), state, info
 
-    def update(
-        params: Params, state: EstimatorState, chunk: Chunk, key: Any
-    ) -> tuple[Params, EstimatorState, Info]:
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
         if not isinstance(chunk, Chunk):
             raise ValueError(f"chunk must be a streamgrad.Chunk, not {type(chunk).__name__}.")
         size = leading_length(chunk, "the batch")
@@ -181,9 +173,7 @@ def _one_key_per_stream(key: Any, batch_size: int) -> Any:
     """Split a single key; pass on what is one for each stream already; None stays None."""
     if key is None:
         return None
-    single = is_key(key) and (
-        key.ndim == 0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.ndim == 1
-    )
+    single = is_key(key) and (key.ndim == 0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.ndim == 1)
     if single:
         return jax.random.split(key, batch_size)
     if not hasattr(key, "shape") or key.shape[:1] != (batch_size,):

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Cell, Cut
 from streamgrad.cuts import params_cut, state_cut
-
-import jax
 
 
 def stack(*cells: Cell) -> Cell:

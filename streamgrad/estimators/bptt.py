@@ -76,9 +76,7 @@ def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
             losses = jnp.concatenate([losses, rest])
         return state, losses
 
-    def update(
-        params: Params, state: EstimatorState, chunk: Chunk, key: Any
-    ) -> tuple[Params, EstimatorState, Info]:
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
         del key
 
         def total(params: Params) -> tuple[Array, tuple[PyTree, Array]]:

@@ -5,18 +5,20 @@ groups need no more cotangent memory than one. Cross terms between groups vanish
 UORO; as many groups as preactivations are PreUORO.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.checks import check_size
+from streamgrad.checks import check_size, is_traced
 from streamgrad.cuts import Layout
 
 
-class Groups(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Groups:
     """A partition of the N entries of z.
 
     Attributes:
@@ -89,7 +91,7 @@ def make_groups(layout: Layout, cut: str, count: Any, q0: Any = None) -> Groups:
     matrix = np.repeat(np.arange(len(layout.rows)), layout.rows)
     _, index = np.unique(np.stack([block, matrix]), axis=1, return_inverse=True)
     index = index.reshape(-1)
-    if q0 is not None and np.ndim(q0) == 2 and not isinstance(q0, jax.core.Tracer):
+    if q0 is not None and np.ndim(q0) == 2 and not is_traced(q0):
         across = index[:, None] != index[None, :]
         if np.any(np.asarray(q0)[across] != 0):
             raise ValueError("q0 must not mix two groups: its entries between groups must be zero.")

@@ -113,22 +113,15 @@ def preuoro(
 
         terms = Terms(norms(propagated), lengths(memory.cotangent), norms(pushed), lengths(pulled))
         past, present, remembered = rescaling.coefficients(shared, memory.rescaling, terms)
-        tangent = (
-            past.tangent[matrix_of_row][:, None] * propagated
-            + present.tangent[matrix_of_row][:, None] * pushed
-        )
-        cotangent = jax.tree.map(
-            jnp.add, scale(memory.cotangent, past.cotangent), scale(pulled, present.cotangent)
-        )
+        tangent = past.tangent[matrix_of_row][:, None] * propagated + present.tangent[matrix_of_row][:, None] * pushed
+        cotangent = jax.tree.map(jnp.add, scale(memory.cotangent, past.cotangent), scale(pulled, present.cotangent))
         return PreUoroMemory(tangent, cotangent, remembered), {"gamma": past.tangent, "beta": present.tangent}
 
     def contract(before: PreUoroMemory, after: PreUoroMemory, step: Step, dl_dstate: Array) -> PyTree:
         if immediate == "estimated":
             return jax.tree.map(jnp.outer, step.unravel(after.tangent @ dl_dstate), after.cotangent)
         past = step.unravel(jax.vmap(step.propagate)(before.tangent) @ dl_dstate)
-        return jax.tree.map(
-            lambda k, w, now: jnp.outer(k, w) + now, past, before.cotangent, step.backprop(dl_dstate)
-        )
+        return jax.tree.map(lambda k, w, now: jnp.outer(k, w) + now, past, before.cotangent, step.backprop(dl_dstate))
 
     def check(chunk: Chunk, length: int, key: Any) -> None:
         source.check(key)

@@ -86,10 +86,8 @@ def find_estimator(name: str) -> Row:
 
 def markdown_table() -> str:
     """The registry as the table that stands in the README."""
-    head = (
-        "| estimator | gradient | time per step | memory | cuts | what it is |\n|---|---|---|---|---|---|\n"
-    )
+    head = "| estimator | gradient | time per step | memory | cuts | what it is |\n|---|---|---|---|---|---|\n"
     return head + "".join(
-        f"| `{row.name}` | {row.promise} | {row.time} | {row.memory} | {', '.join(row.cuts) or '–'} | {row.summary} |\n"
+        f"| `{row.name}` | {row.promise} | {row.time} | {row.memory} | {', '.join(row.cuts) or 'none'} | {row.summary} |\n"
         for row in ROWS
     )

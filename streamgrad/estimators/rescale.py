@@ -9,12 +9,11 @@ What a contribution of step s carries at step t is α_s = β_s γ_{s+1} … γ_t
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.checks import check_choice
+from streamgrad.checks import check_choice, is_traced
 
 
 class Terms(NamedTuple):
@@ -113,7 +112,7 @@ def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
     shape = np.shape(alpha)
     if len(shape) not in (1, 2) or 0 in shape:
         raise ValueError(f"alpha must have the shape [T], or [T, G] with one for each group, not {shape}.")
-    if not isinstance(alpha, jax.core.Tracer):
+    if not is_traced(alpha):
         values = np.asarray(alpha)
         real = np.issubdtype(values.dtype, np.floating) or np.issubdtype(values.dtype, np.integer)
         if not real or not np.all(np.isfinite(values)) or not np.all(values > 0):
@@ -126,9 +125,7 @@ def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
         values = jnp.asarray(alpha, dtype)
         return jnp.broadcast_to(values[:, None] if values.ndim == 1 else values, (last + 1, groups))
 
-    def coefficients(
-        alpha: Float[Array, "T G"], position: Array, terms: Terms
-    ) -> tuple[Scales, Scales, Array]:
+    def coefficients(alpha: Float[Array, "T G"], position: Array, terms: Terms) -> tuple[Scales, Scales, Array]:
         del terms
         log_alpha = jnp.log(alpha)
         s = jnp.minimum(position, last)

@@ -1,5 +1,7 @@
 """Real-time recurrent learning: the exact influence, carried forward."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -51,7 +53,7 @@ def rtrl(model: Model, cut: str | None = None) -> GradientEstimator:
     return online(model, Influence(vertex, empty_jacobian(layout.state_size), advance, contract))
 
 
-def empty_jacobian(state_size: int):  # noqa: ANN201
+def empty_jacobian(state_size: int) -> Callable[[PyTree, PyTree], PyTree]:
     """The `init` of an influence that is a whole matrix: leaves `[S, *shape]` of zeros."""
 
     def init(params: PyTree, state: PyTree) -> PyTree:

@@ -6,11 +6,11 @@ estimate unbiased.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float
+from streamgrad.checks import is_traced
 
 
 class Shaping(NamedTuple):
@@ -85,7 +85,7 @@ def check_q0(q0: Any, size: int) -> None:
             f"q0 must have the shape ({size}, {size}), or ({size},) for a diagonal, as this cut has the size {size}; "
             f"not {shape}."
         )
-    if isinstance(q0, jax.core.Tracer):
+    if is_traced(q0):
         return
     matrix = np.asarray(q0)
     if not np.issubdtype(matrix.dtype, np.floating) and not np.issubdtype(matrix.dtype, np.integer):

@@ -79,9 +79,7 @@ def tbptt(model: Model, window: int) -> GradientEstimator:
         )
         return EstimatorState(state, past, ())
 
-    def update(
-        params: Params, state: EstimatorState, chunk: Chunk, key: Any
-    ) -> tuple[Params, EstimatorState, Info]:
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
         del key
         fresh = model.init_state(params)
         length = leading_length(chunk, "time")
@@ -93,9 +91,7 @@ def tbptt(model: Model, window: int) -> GradientEstimator:
             return after, (before, after)
 
         end, (before, after) = jax.lax.scan(forward, state.cell, (chunk.inputs, chunk.reset))
-        loss, head_grads, dl_dstate = jax.vmap(model.read_out, in_axes=(None, 0, 0))(
-            params.head, after, chunk.targets
-        )
+        loss, head_grads, dl_dstate = jax.vmap(model.read_out, in_axes=(None, 0, 0))(params.head, after, chunk.targets)
 
         begins = jnp.zeros(length, bool) if chunk.reset is None else chunk.reset
         past = _append(state.memory, before, chunk.inputs, begins)

@@ -146,6 +146,4 @@ def uoro(
 def check_alpha_length(rescaling: Rescaling, chunk: Chunk, length: int) -> None:
     """A given α reaches to the end of a chunk that is surely one episode."""
     if rescaling.length is not None and chunk.reset is None and length > rescaling.length:
-        raise ValueError(
-            f"alpha has {rescaling.length} entries, but the chunk has {length} steps and no reset."
-        )
+        raise ValueError(f"alpha has {rescaling.length} entries, but the chunk has {length} steps and no reset.")

@@ -1,0 +1,28 @@
+"""Strict numerics for every test: the CPU, float64, no rank promotion, shapes of annotations checked at run time."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Two pytest workers on two cores: a second thread pool in each would only get in the way.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+with install_import_hook("streamgrad", "beartype.beartype"):
+    import streamgrad  # noqa: F401
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """Programs that several tests compile are compiled once for the whole session, by whichever worker is first."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if os.environ.get("PYTEST_XDIST_WORKER") else root
+    jax.config.update("jax_compilation_cache_dir", str(root / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)

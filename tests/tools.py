@@ -1,0 +1,146 @@
+"""What the tests share: small models, data for them, and exact means over sign patterns."""
+
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+
+import streamgrad as sg
+
+
+def nested_cell() -> sg.Cell:
+    """A `from_function` cell over nested pytrees: two kinds of state, shared parameters, a dictionary as input."""
+
+    def step(params, state, x):
+        fast, (slow,) = state["fast"], state["slow"]
+        drive = params["in"]["w"] @ x["a"] + x["b"]
+        fast = jnp.tanh(params["rec"][0] @ fast + drive + slow[0])
+        slow = slow + jax.nn.sigmoid(params["rec"][1]) * (jnp.outer(fast, fast) - slow)
+        return {"fast": fast, "slow": (slow,)}
+
+    def init_params(key):
+        k1, k2, k3 = jax.random.split(key, 3)
+        return {
+            "in": {"w": jax.random.normal(k1, (2, 1))},
+            "rec": [jax.random.normal(k2, (2, 2)), jax.random.normal(k3, ())],
+        }
+
+    return sg.cells.from_function(
+        step,
+        init_params,
+        init_state=lambda: {"fast": jnp.zeros(2), "slow": (jnp.zeros((2, 2)),)},
+        output=lambda state: jnp.append(state["fast"], state["slow"][0][0, 1]),
+        example_input={"a": jnp.zeros(1), "b": jnp.zeros(())},
+    )
+
+
+CELLS = {
+    "vanilla": lambda n_in=1, n_hidden=2: sg.cells.vanilla(n_in, n_hidden),
+    "lstm": lambda n_in=1, n_hidden=2: sg.cells.lstm(n_in, n_hidden),
+    "gru": lambda n_in=1, n_hidden=2: sg.cells.gru(n_in, n_hidden),
+    "stack": lambda n_in=1, n_hidden=2: sg.cells.stack(sg.cells.vanilla(n_in, 1), sg.cells.gru(1, n_hidden)),
+}
+
+
+def make_model(cell: str, n_in: int = 1, n_hidden: int = 2) -> sg.Model:
+    if cell == "nested":
+        return sg.Model(nested_cell(), sg.heads.squared_error(2))
+    return sg.Model(CELLS[cell](n_in, n_hidden), sg.heads.squared_error(2))
+
+
+def make_params(model: sg.Model, seed: int = 0, dtype=jnp.float64) -> sg.Params:
+    """Parameters away from any symmetry: biases, too, are not zero."""
+    params = model.init(jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf + 0.3 * rng.normal(size=leaf.shape), dtype), params)
+
+
+def make_chunk(model: sg.Model, length: int, seed: int = 0, reset=None, dtype=jnp.float64) -> sg.Chunk:
+    rng = np.random.default_rng(seed + 100)
+    inputs = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=(length, *x.shape)), dtype), model.cell.example_input)
+    targets = jnp.asarray(rng.normal(size=(length, 2)), dtype)
+    reset = None if reset is None else jnp.isin(jnp.arange(length), jnp.array(reset))
+    return sg.Chunk(inputs, targets, reset)
+
+
+def split(chunk: sg.Chunk, sizes: tuple[int, ...]) -> Iterator[sg.Chunk]:
+    """A chunk in pieces of these lengths."""
+    start = 0
+    for size in sizes:
+        yield jax.tree.map(lambda leaf, a=start, b=start + size: leaf[a:b], chunk)
+        start += size
+
+
+def run(est: sg.GradientEstimator, params, chunks, key=None):
+    """Gradients of consecutive chunks, summed; parameters stay as they are."""
+    state, total, losses = est.init(params), None, []
+    for chunk in chunks:
+        grads, state, info = est.update(params, state, chunk, key)
+        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        losses.append(info.loss)
+    return total, jnp.concatenate(losses), state
+
+
+def bptt(model: sg.Model, params, chunk: sg.Chunk):
+    """The reference."""
+    return run(sg.bptt(model), params, [chunk])[0]
+
+
+def error(got, want) -> float:
+    """The largest difference, relative to the largest entry of the same leaf's tree."""
+    scale = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(want))
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs) / scale
+
+
+def cut_size(model: sg.Model, cut: str) -> int:
+    return sg.cuts.layout(model.cell, model.cell.cuts[cut]).size
+
+
+def all_signs(*shape: int) -> np.ndarray:
+    """Every pattern of signs of this shape, `[2^n, *shape]`."""
+    n = int(np.prod(shape))
+    assert n <= 16, f"2^{n} patterns are too many"
+    return np.array(list(itertools.product([-1.0, 1.0], repeat=n))).reshape(-1, *shape)
+
+
+def orthogonal_signs(*shape: int) -> np.ndarray:
+    """Few patterns of signs with exactly the second moments of all of them: rows of a Hadamard matrix.
+
+    An estimate that is a quadratic form of the noise (any whose coefficients do not depend on it, so not GIR) has the
+    same mean over these as over all patterns.
+    """
+    n = int(np.prod(shape))
+    order = 1 << n.bit_length()
+    signs = scipy.linalg.hadamard(order)[:, 1 : n + 1].astype(float)
+    np.testing.assert_array_equal(signs.T @ signs, order * np.eye(n))
+    return signs.reshape(-1, *shape)
+
+
+def over_patterns(est: sg.GradientEstimator, params, chunk, patterns, block: int = 4096):
+    """Gradients under each pattern of noise; `est` was made with noise="given". Yields blocks, pattern leading."""
+    state = est.init(params)
+    update = jax.jit(jax.vmap(lambda noise: est.update(params, state, chunk, noise)[0]))
+    for start in range(0, len(patterns), block):
+        yield update(jnp.asarray(patterns[start : start + block]))
+
+
+def mean_over(est: sg.GradientEstimator, params, chunk, patterns):
+    """The exact mean gradient over patterns of noise."""
+    total = None
+    for grads in over_patterns(est, params, chunk, patterns):
+        here = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), grads)
+        total = here if total is None else jax.tree.map(jnp.add, total, here)
+    return jax.tree.map(lambda leaf: leaf / len(patterns), total)
+
+
+def random_q0(size: int, seed: int = 0) -> np.ndarray:
+    """An invertible matrix, neither symmetric nor close to singular."""
+    return np.random.default_rng(seed).normal(size=(size, size)) + 2 * np.eye(size)
+
+
+def random_alpha(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.exp(np.random.default_rng(seed + 7).normal(size=shape))
