@@ -124,7 +124,7 @@ def _step(model: Model, params: PyTree, vector: Array, like: PyTree, x: PyTree) 
 
 def _credit(
     model: Model, params: Params, past: Past, dl_dstate: Float[Array, "T S"], window: int
-) -> Float[Array, "W+T S"]:
+) -> Float[Array, "L S"]:
     """Σ_t dL_t/dh_s over the losses of the chunk that reach step s, for every step s of past and chunk.
 
     All losses go back together: after k rounds, `reach[t]` is dL_t/dh_{t-k}.
@@ -152,10 +152,10 @@ def _credit(
     return credit
 
 
-def _backprop(model: Model, params: Params, past: Past, credit: Float[Array, "W+T S"]) -> PyTree:
+def _backprop(model: Model, params: Params, past: Past, credit: Float[Array, "L S"]) -> PyTree:
     """Σ_s credit_s dh_s/dθ_s, in one reverse pass over all steps at once."""
 
-    def all_steps(cell_params: PyTree) -> Float[Array, "W+T S"]:
+    def all_steps(cell_params: PyTree) -> Float[Array, "L S"]:
         def one(state: PyTree, x: PyTree) -> Array:
             return _step(model, cell_params, ravel_pytree(state)[0], state, x)
 

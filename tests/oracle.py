@@ -1,0 +1,170 @@
+"""The textbook versions: dense Jacobians, Python loops, one equation of the paper per line.
+
+Slow and obvious; the library is proved equal to these, noise pattern by noise pattern.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+import streamgrad as sg
+
+
+def jacobians(model: sg.Model, params: sg.Params, chunk: sg.Chunk, cut: str):
+    """Per step: dh_t/dh_{t-1} [S, S], dh_t/dz_t [S, N], J_t = dz_t/dθ_t [N, P], dL_t/dh_t [S], and resets."""
+    vertex = model.cell.cuts[cut]
+    initial = model.init_state(params)
+
+    @jax.jit
+    def at(state, x, target):
+        theta, unravel_params = ravel_pytree(params.cell)
+        h, unravel = ravel_pytree(state)
+        z, unravel_z = ravel_pytree(vertex.into(params.cell, state, x))
+        still = jnp.zeros_like(z)
+
+        def step(h, dz):
+            return ravel_pytree(vertex.inject(params.cell, unravel(h), x, unravel_z(dz)))[0]
+
+        def into(theta):
+            return ravel_pytree(vertex.into(unravel_params(theta), state, x))[0]
+
+        def loss(h):
+            return model.head.loss(params.head, model.cell.output(unravel(h)), target)
+
+        new = step(h, still)
+        here = {
+            "propagate": jax.jacobian(step, 0)(h, still),
+            "push": jax.jacobian(step, 1)(h, still),
+            "pull": jax.jacobian(into)(theta),
+            "dl_dh": jax.grad(loss)(new),
+        }
+        return here, unravel(new)
+
+    state, steps = initial, []
+    for t in range(len(chunk.targets)):
+        x, target = jax.tree.map(lambda leaf, t=t: leaf[t], (chunk.inputs, chunk.targets))
+        reset = chunk.reset is not None and bool(chunk.reset[t])
+        here, state = at(initial if reset else state, x, target)
+        steps.append({name: np.asarray(value) for name, value in here.items()} | {"reset": reset})
+    return steps
+
+
+def rtrl(model, params, chunk, cut):
+    """Equation 4: M_t = (dh_t/dh_{t-1}) M_{t-1} + dh_t/dθ_t; dL/dθ = Σ_t (dL_t/dh_t) M_t."""
+    total = M = 0.0
+    for s in jacobians(model, params, chunk, cut):
+        past = 0.0 if s["reset"] or np.isscalar(M) else s["propagate"] @ M
+        M = past + s["push"] @ s["pull"]
+        total = total + s["dl_dh"] @ M
+    return total
+
+
+def spatial_rtrl(model, params, chunk, cut, nu, q0):
+    """Section 5.1: as above with (dh_t/dz_t) Q_0 ν ν^T Q_0^{-1} J_t in place of dh_t/dθ_t."""
+    inverse = np.linalg.inv(q0)
+    total = M = 0.0
+    for s, v in zip(jacobians(model, params, chunk, cut), nu, strict=True):
+        past = 0.0 if s["reset"] or np.isscalar(M) else s["propagate"] @ M
+        M = past + np.outer(s["push"] @ q0 @ v, v @ inverse @ s["pull"])
+        total = total + s["dl_dh"] @ M
+    return total
+
+
+def balanced(tangent, cotangent):
+    """Section 5.2: γ with γ² = ‖w̃‖ / ‖h̃‖, applied to the pair; a pair with a zero factor is dropped."""
+    n = np.linalg.norm
+    if n(tangent) * n(cotangent) == 0:
+        return 0 * tangent, 0 * cotangent
+    gamma = np.sqrt(n(cotangent) / n(tangent))
+    return gamma * tangent, cotangent / gamma
+
+
+def uoro(model, params, chunk, cut, u, q0, alpha=None, gir=False, immediate="estimated", groups=None):
+    """Equations 6 and 7 with Q_0, group by group; α as β = α with γ = 1, or the GIR coefficients of Section 5.2.
+
+    `groups` lists for each group the indices of its entries of z.
+    """
+    inverse = np.linalg.inv(q0)
+    steps = jacobians(model, params, chunk, cut)
+    groups = [range(len(q0))] if groups is None else groups
+    total = np.zeros(steps[0]["pull"].shape[1])
+    for number, group in enumerate(groups):
+        inside = np.isin(np.arange(len(q0)), list(group)).astype(float)
+        # The group's own part of the noise and of the parameters.
+        h, w, position = 0.0, 0.0, 0
+        for s, noise in zip(steps, u, strict=True):
+            if s["reset"]:
+                h, w, position = 0.0, 0.0, 0
+            right = s["push"] @ (inside * (q0 @ noise))
+            left = (inside * (inverse.T @ noise)) @ s["pull"]
+            forwarded = s["propagate"] @ (h * np.ones(len(s["propagate"])))
+            w = w * np.ones(total.shape)
+            if immediate == "exact":
+                total = total + (s["dl_dh"] @ forwarded) * w
+            if alpha is not None:
+                beta = alpha[position] if np.ndim(alpha) == 1 else alpha[position, number]
+                right, left = beta * right, left / beta
+            if gir:
+                forwarded, w = balanced(forwarded, w)
+                right, left = balanced(right, left)
+            h, w = forwarded + right, w + left
+            if immediate == "estimated":
+                total = total + (s["dl_dh"] @ h) * w
+            position += 1
+    if immediate == "exact":
+        total = total + sum(s["dl_dh"] @ s["push"] @ s["pull"] for s in steps)
+    return total
+
+
+def preuoro(model, params, chunk, tau, matrices, alpha=None, gir=False):
+    """Equation 11, matrix by matrix: H̃_t = γ (dh_t/dh_{t-1}) H̃_{t-1} + β τ dh_t/dz_t, w̃_t = w̃_{t-1}/γ + τ a_t/β.
+
+    `matrices` lists for each weight matrix (rows of z, columns of θ); a_t is read off J_t = I ⊗ a_t^T.
+    """
+    steps = jacobians(model, params, chunk, "preactivation")
+    total = np.zeros(steps[0]["pull"].shape[1])
+    for rows, columns in matrices:
+        H, w, position = 0.0, 0.0, 0
+        for s, noise in zip(steps, tau, strict=True):
+            if s["reset"]:
+                H, w, position = 0.0, 0.0, 0
+            J = s["pull"][np.ix_(rows, columns)]
+            a = J[0, : len(columns) // len(rows)]
+            np.testing.assert_allclose(J, np.kron(np.eye(len(rows)), a), atol=1e-14)
+            beta = 1.0 if alpha is None else alpha[position]
+            right, left = beta * noise * s["push"][:, rows], noise * a / beta
+            forwarded, w = s["propagate"] @ (H * np.ones(right.shape)), w * np.ones(a.shape)
+            if gir:
+                forwarded, w = balanced(forwarded, w)
+                right, left = balanced(right, left)
+            H, w = forwarded + right, w + left
+            total[columns] += np.outer(s["dl_dh"] @ H, w).ravel()
+            position += 1
+    return total
+
+
+def total_gradient_estimate(model, params, chunk, cut, u, q0, alpha):
+    """Equation 8: Σ_t b^(t)T Q u u^T Q^{-1} S^(t) J, from the unrolled network, without any recursion."""
+    vertex = model.cell.cuts[cut]
+    steps = jacobians(model, params, chunk, cut)
+    length = len(steps)
+    initial = model.init_state(params)
+    unravel_z = ravel_pytree(vertex.into(params.cell, initial, jax.tree.map(lambda leaf: leaf[0], chunk.inputs)))[1]
+
+    def losses(dz):
+        state, out = initial, []
+        for t in range(length):
+            x, target = jax.tree.map(lambda leaf, t=t: leaf[t], (chunk.inputs, chunk.targets))
+            state = vertex.inject(params.cell, state, x, unravel_z(dz[t]))
+            out.append(model.head.loss(params.head, model.cell.output(state), target))
+        return jnp.stack(out)
+
+    b = np.asarray(jax.jacobian(losses)(jnp.zeros((length, len(q0)))))  # b[t, s]
+    inverse = np.linalg.inv(q0)
+    total = 0.0
+    for t in range(length):
+        left = sum(b[t, s] @ (alpha[s] * q0) @ u[s] for s in range(length))
+        right = sum(u[s] @ (inverse / alpha[s]) @ steps[s]["pull"] for s in range(t + 1))
+        total = total + left * right
+    return total

@@ -1,0 +1,249 @@
+"""What every registered estimator must do. A new one passes by being registered; nothing here names any of them."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import streamgrad as sg
+from streamgrad.estimators import REGISTRY, Noise
+from tests.tools import all_signs, bptt, error, make_chunk, make_model, make_params, mean_over, run, split
+
+ROWS = list(REGISTRY.values())
+# Each estimator at each cut it has; those without a cut once.
+CASES = [(row, cut) for row in ROWS for cut in (row.cuts or (None,))]
+IDS = [f"{row.name}-{cut}" if cut else row.name for row, cut in CASES]
+each = pytest.mark.parametrize("row, cut", CASES, ids=IDS)
+
+
+def noisy(row) -> bool:
+    return "noise" in inspect.signature(row.make).parameters
+
+
+def make(row, cut, model, **options):
+    options = dict(row.options) | ({"cut": cut} if cut else {}) | options
+    return row.make(model, **options)
+
+
+def recording_noise(shapes: list) -> Noise:
+    """Noise that the caller passes in place of the key, and that notes the shape it was asked for."""
+
+    def draw(key, shape, dtype):
+        shapes.append(shape)
+        return jnp.broadcast_to(jnp.asarray(key, dtype), shape)
+
+    return Noise("recording", draw, 0.0, check=lambda key: None)
+
+
+def noise_shape(row, cut, model, params, chunk) -> tuple[int, ...]:
+    shapes: list = []
+    est = make(row, cut, model, noise=recording_noise(shapes))
+    jax.eval_shape(est.update, params, est.init(params), chunk, jnp.zeros(()))
+    return shapes[0]
+
+
+def setup(cell="vanilla", length=4, dtype=jnp.float64, reset=None, **sizes):
+    model = make_model(cell, **sizes)
+    return model, make_params(model, dtype=dtype), make_chunk(model, length, dtype=dtype, reset=reset)
+
+
+@each
+def test_names_of_arguments(row, cut):
+    """Callers never branch: the same names in the same order for all."""
+    est = make(row, cut, make_model("vanilla"))
+    assert list(inspect.signature(est.init).parameters) == ["params"]
+    assert list(inspect.signature(est.update).parameters) == ["params", "state", "chunk", "key"]
+
+
+@each
+def test_promise(row, cut):
+    """Exact means equal to BPTT of the whole sequence in any chunks; unbiased means so in the mean over the noise."""
+    model, params, chunk = setup(length=3, n_hidden=1 if cut == "params" else 2)
+    want, losses, _ = run(sg.bptt(model), params, [chunk])
+    if row.promise == "exact":
+        got, _, _ = run(make(row, cut, model), params, split(chunk, (1, 2)))
+        assert error(got, want) < 1e-10
+    elif row.promise == "exact in the chunk":
+        assert error(run(make(row, cut, model), params, [chunk])[0], want) < 1e-10
+    elif row.promise == "unbiased":
+        shape = noise_shape(row, cut, model, params, chunk)
+        est = make(row, cut, model, noise="given")
+        assert error(mean_over(est, params, chunk, all_signs(*shape)), want) < 1e-10
+    _, again, _ = run(make(row, cut, model), params, [chunk], jax.random.key(0))
+    np.testing.assert_allclose(again, losses, rtol=1e-12)
+
+
+@each
+def test_gradient_of_the_head_is_exact(row, cut):
+    model, params, chunk = setup()
+    got, _, _ = run(make(row, cut, model), params, [chunk], jax.random.key(0))
+    assert error(got.head, bptt(model, params, chunk).head) < 1e-10
+
+
+@each
+def test_structures_are_stable(row, cut):
+    """Gradients are like the parameters; the state keeps its structure, shapes and dtypes, so that it can be scanned."""
+    model, params, chunk = setup("vanilla")
+    est = make(row, cut, model)
+
+    def specs(tree):
+        return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+
+    state = est.init(params)
+    chunks = jax.tree.map(lambda leaf: leaf[:, None], chunk)  # four chunks of one step
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def body(state, now):
+        grads, state, info = est.update(params, state, *now)
+        return state, (grads, info.loss)
+
+    end, (grads, losses) = jax.lax.scan(body, state, (chunks, keys))
+    assert specs(end) == specs(state)
+    assert specs(jax.tree.map(lambda leaf: leaf[0], grads)) == specs(params)
+    assert losses.shape == (4, 1)
+
+
+@each
+def test_size_of_the_state_is_constant(row, cut):
+    """Whatever has passed and however long the chunks are: the promise of online learning."""
+    model, params, chunk = setup(length=40)
+    est = make(row, cut, model)
+
+    def size(state):
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+    begin = size(est.init(params))
+    for sizes in ((40,), (1, 39), (20, 20)):
+        assert size(run(est, params, split(chunk, sizes), jax.random.key(0))[2]) == begin
+
+
+@each
+def test_one_trace_per_shape(row, cut):
+    """However often it is called, compiled by the caller or not."""
+    plain = sg.cells.vanilla(1, 2)
+    traces = []
+
+    def step(affine, state, x):
+        traces.append(x.shape)
+        return jnp.tanh(affine("w", sg.cells.features(state, x)))
+
+    cell = sg.cells.affine(step, plain.init_params, plain.init_state, example_input=plain.example_input)
+    model = sg.Model(cell, sg.heads.squared_error(2))
+    params = make_params(model)
+    est = make(row, cut, model)
+    for update in (est.update, jax.jit(est.update)):
+        state = est.init(params)
+        _, state, _ = update(params, state, make_chunk(model, 4), jax.random.key(0))
+        traced = len(traces)
+        for seed in range(3):
+            _, state, _ = update(params, state, make_chunk(model, 4, seed=seed), jax.random.key(seed))
+        assert len(traces) == traced
+
+
+@each
+def test_float32_in_float32_out(row, cut):
+    model, params, chunk = setup("vanilla", dtype=jnp.float32)
+    est = make(row, cut, model)
+    grads, state, info = est.update(params, est.init(params), chunk, jax.random.key(0))
+    for leaf in jax.tree.leaves((grads, state.cell, state.memory, info)):
+        assert not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.float32
+    double = chunk._replace(inputs=chunk.inputs.astype(jnp.float64))
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(est.update(params, state, double, jax.random.key(0))[0]))  # fmt: skip
+
+
+@each
+@pytest.mark.parametrize("case", ["zero", "saturated", "tiny", "large"])
+def test_finite(row, cut, case):
+    """At a zero state with zero parameters, with saturated units, and at the ends of float32's range."""
+    model, params, chunk = setup("lstm", dtype=jnp.float32, length=6)
+    factor = {"zero": 0.0, "saturated": 1e4, "tiny": 1e-18, "large": 30.0}[case]
+    params = jax.tree.map(lambda leaf: leaf * jnp.float32(factor), params)
+    if case == "zero":
+        chunk = chunk._replace(inputs=jnp.zeros_like(chunk.inputs))
+    grads, state, info = run(make(row, cut, model), params, split(chunk, (2, 4)), jax.random.key(0))
+    for leaf in jax.tree.leaves((grads, state, info)):
+        assert np.all(np.isfinite(leaf))
+
+
+@each
+def test_reset_begins_anew(row, cut):
+    """An episode after a reset is that episode alone: nothing of the past is left in state, tangent or cotangent."""
+    model, params, chunk = setup(length=5, reset=(2,))
+    first, second = (part._replace(reset=None) for part in split(chunk, (2, 3)))
+    noises = [None] * 3
+    options = {}
+    if noisy(row):
+        shape = noise_shape(row, cut, model, params, chunk)
+        noise = jnp.asarray(np.random.default_rng(0).normal(size=shape))
+        noises, options = [noise, noise[:2], noise[2:]], {"noise": "given"}
+    est = make(row, cut, model, **options)
+    together = est.update(params, est.init(params), chunk, noises[0])
+    one = est.update(params, est.init(params), first, noises[1])
+    two = est.update(params, est.init(params), second, noises[2])
+    assert error(together[0], jax.tree.map(jnp.add, one[0], two[0])) < 1e-12
+    np.testing.assert_allclose(together[2].loss, jnp.concatenate([one[2].loss, two[2].loss]), rtol=1e-12)
+    # What follows depends on the second episode alone.
+    later = make_chunk(model, 3, seed=5)
+    noise = None if noises[0] is None else noises[2]
+    continued = est.update(params, together[1], later, noise)[0]
+    assert error(continued, est.update(params, two[1], later, noise)[0]) < 1e-12
+
+
+@each
+def test_batched_is_the_mean_of_single_streams(row, cut):
+    model, params, _ = setup()
+    est = make(row, cut, model)
+    many = sg.batched(est, 3)
+    chunks = [make_chunk(model, 4, seed=seed, reset=(seed,)) for seed in range(3)]
+    key = jax.random.key(3)
+    keys = jax.random.split(key, 3)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
+    for given in (key, keys):
+        state = many.init(params)
+        for _ in range(2):  # the second update starts from different states
+            grads, state, info = many.update(params, state, stacked, given)
+        singles = []
+        for chunk, k in zip(chunks, keys, strict=True):
+            one = est.init(params)
+            for _ in range(2):
+                single, one, _ = est.update(params, one, chunk, k)
+            singles.append(single)
+        assert info.loss.shape == (3, 4)
+        want = jax.tree.map(lambda *leaves: sum(leaves) / 3, *singles)
+        assert error(grads, want) < 1e-12
+
+
+@each
+def test_any_cell(row, cut):
+    """Cells with several weight matrices, and without any."""
+    for cell in ("gru", "stack", "nested"):
+        model, params, chunk = setup(cell)
+        if cut is None or cut in model.cell.cuts:
+            grads, _, info = run(make(row, cut, model), params, [chunk], jax.random.key(0))
+            assert error(grads.head, bptt(model, params, chunk).head) < 1e-10
+            assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((grads, info)))
+        else:
+            with pytest.raises(ValueError, match="has no cut"):
+                make(row, cut, model)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if noisy(row)], ids=lambda row: row.name)
+def test_the_key_decides_the_noise(row):
+    model, params, chunk = setup()
+    est = row.make(model, **row.options)
+    first, again, other = (run(est, params, [chunk], jax.random.key(seed))[0] for seed in (1, 1, 2))
+    assert error(first, again) == 0
+    assert error(first.cell, other.cell) > 0
+    with pytest.raises(ValueError, match="PRNG key"):
+        est.update(params, est.init(params), chunk, None)
+
+
+def test_every_row_is_told_in_full():
+    assert len(REGISTRY) == len(ROWS)
+    for row in ROWS:
+        assert getattr(sg, row.name) is row.make
+        assert row.summary and row.time and row.memory and row.make.__doc__
+        assert set(row.cuts) <= set(sg.cuts.NAMES)
+        assert ("cut" in inspect.signature(row.make).parameters) == bool(row.cuts)

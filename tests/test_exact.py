@@ -1,0 +1,129 @@
+"""`rtrl` equals `bptt` to rounding, however the stream is cut; the variants of `bptt` equal it, too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import streamgrad as sg
+from tests import oracle
+from tests.tools import bptt, error, make_chunk, make_model, make_params, run, split
+
+CELL_CUTS = [
+    (cell, cut)
+    for cell in ("vanilla", "lstm", "gru", "stack", "nested")
+    for cut in ("state", "params", "preactivation")
+    if cut in make_model(cell).cell.cuts
+]
+SPLITS = [(8,), (1, 3, 4), (1,) * 8]
+
+
+@pytest.mark.parametrize("cell, cut", CELL_CUTS)
+def test_rtrl_is_bptt(cell, cut):
+    model = make_model(cell, n_in=2, n_hidden=3)
+    params, rtrl, reference = make_params(model), sg.rtrl(model, cut=cut), sg.bptt(model)
+    for reset in (None, (2, 5), (0, 1, 7)):
+        chunk = make_chunk(model, 8, reset=reset)
+        want, losses, _ = run(reference, params, [chunk])
+        for sizes in SPLITS:
+            grads, online_losses, _ = run(rtrl, params, split(chunk, sizes))
+            assert error(grads, want) < 1e-10, (reset, sizes)
+            np.testing.assert_allclose(online_losses, losses, rtol=1e-12)
+
+
+@pytest.mark.parametrize("cell, cut", CELL_CUTS)
+def test_rtrl_is_the_textbook(cell, cut):
+    model = make_model(cell)
+    if cell == "stack" and cut == "preactivation":
+        pytest.skip("J of stacked layers is not the Jacobian of z; test_unbiased covers it")
+    params, chunk = make_params(model), make_chunk(model, 4, reset=(2,))
+    grads, _, _ = run(sg.rtrl(model, cut=cut), params, [chunk])
+    np.testing.assert_allclose(ravel_pytree(grads.cell)[0], oracle.rtrl(model, params, chunk, cut), rtol=1e-10)
+
+
+@pytest.mark.parametrize("cell, cut", CELL_CUTS)
+def test_cut_factors_the_immediate_jacobian(cell, cut):
+    """dh_t/dθ_t = (dh_t/dz_t) J_t, with the outer products of `pull` at preactivations."""
+    model = make_model(cell, n_in=2, n_hidden=3)
+    params, x = make_params(model).cell, jax.tree.map(lambda leaf: leaf[0], make_chunk(model, 1).inputs)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape)), model.cell.init_state())
+    step = sg.cuts.linearise(model.cell.cuts[cut], params, state, x)
+    size = sg.cuts.layout(model.cell, model.cell.cuts[cut]).size
+    J = jax.vmap(lambda v: ravel_pytree(step.pull(v))[0])(jnp.eye(size))
+    push = jax.vmap(step.push)(jnp.eye(size))
+    theta, unravel = ravel_pytree(params)
+    want = jax.jacobian(lambda theta: ravel_pytree(model.cell.step(unravel(theta), state, x))[0])(theta)
+    np.testing.assert_allclose(push.T @ J, want, atol=1e-12)
+    again = model.cell.step(params, state, x)
+    np.testing.assert_allclose(ravel_pytree(step.state)[0], ravel_pytree(again)[0], rtol=1e-14)
+
+
+@pytest.mark.parametrize("recompute", [1, 3, 4, 8, 20])
+@pytest.mark.parametrize("cell", ["lstm", "nested"])
+def test_recomputation_changes_nothing(cell, recompute):
+    model = make_model(cell)
+    params, chunk = make_params(model), make_chunk(model, 8, reset=(3,))
+    want, losses, state = run(sg.bptt(model), params, [chunk])
+    got, again, end = run(sg.bptt(model, recompute=recompute), params, [chunk])
+    assert error(got, want) < 1e-12
+    np.testing.assert_allclose(again, losses, rtol=1e-12)
+    assert error(end.cell, state.cell) < 1e-12
+
+
+def test_recomputation_saves_memory():
+    """What the compiled program keeps at its peak shrinks from T to about T/k + k steps."""
+    model = make_model("lstm", n_in=4, n_hidden=64)
+    params, chunk = make_params(model), make_chunk(model, 400)
+
+    def peak(est):
+        state = est.init(params)
+        compiled = jax.jit(est.update).lower(params, state, chunk, None).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert peak(sg.bptt(model, recompute=20)) < 0.2 * peak(sg.bptt(model))
+
+
+def truncated(model, params, chunk, window):
+    """Σ_t Σ_{t-window < s <= t} dL_t/dθ_s by its definition: one copy of the parameters for each step."""
+    length = len(chunk.targets)
+    copies = jax.tree.map(lambda leaf: jnp.repeat(leaf[None], length, axis=0), params.cell)
+
+    def losses(copies):
+        state, out = model.init_state(params), []
+        for t in range(length):
+            x, target, theta = jax.tree.map(lambda leaf, t=t: leaf[t], (chunk.inputs, chunk.targets, copies))
+            if chunk.reset is not None and bool(chunk.reset[t]):
+                state = model.init_state(params)
+            state = model.cell.step(theta, state, x)
+            out.append(model.head.loss(params.head, model.cell.output(state), target))
+        return jnp.stack(out)
+
+    each = jax.jacobian(losses)(copies)  # leaves [t, s, ...]
+    lag = np.arange(length)[:, None] - np.arange(length)[None, :]
+    near = jnp.asarray((lag >= 0) & (lag < window), float)
+    return jax.tree.map(lambda leaf: jnp.tensordot(near, leaf, axes=((0, 1), (0, 1))), each)
+
+
+@pytest.mark.parametrize("cell", ["vanilla", "lstm", "nested"])
+@pytest.mark.parametrize("window", [1, 2, 3, 12])
+def test_tbptt_is_its_definition(cell, window):
+    model = make_model(cell)
+    params, chunk = make_params(model), make_chunk(model, 8, reset=(4,))
+    want = truncated(model, params, chunk, window)
+    for sizes in SPLITS:
+        grads, _, _ = run(sg.tbptt(model, window=window), params, split(chunk, sizes))
+        assert error(grads.cell, want) < 1e-10, sizes
+        assert error(grads.head, bptt(model, params, chunk).head) < 1e-10
+
+
+def test_every_layer_of_a_stack_gets_its_gradient():
+    """Three layers: the lower ones' preactivations act through the upper ones' weights."""
+    cell = sg.cells.stack(sg.cells.lstm(2, 3), sg.cells.vanilla(3, 2), sg.cells.gru(2, 3))
+    model = sg.Model(cell, sg.heads.squared_error(2))
+    params, chunk = make_params(model), make_chunk(model, 6)
+    grads, _, _ = run(sg.rtrl(model, cut="preactivation"), params, split(chunk, (1, 3, 2)))
+    want = bptt(model, params, chunk)
+    for layer in range(3):
+        assert error(grads.cell[layer], want.cell[layer]) < 1e-10
