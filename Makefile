@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup lint format types unit test clean
+.PHONY: setup lint format types unit test table clean
 
 setup: $(STAMP)
 
@@ -32,3 +32,6 @@ test: lint types unit
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
+
+table: setup
+	$(BIN)/python -m tests.test_readme

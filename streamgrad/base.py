@@ -17,6 +17,8 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
 
+CUT_NAMES = ("state", "params", "preactivation")
+
 
 class Params(NamedTuple):
     """Parameters of a model: `cell` (θ, the recurrent ones) and `head` (those of the read-out)."""

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from streamgrad import cuts
 from streamgrad._typing import PyTree
-from streamgrad.base import Chunk, Cut, Model, Params
+from streamgrad.base import CUT_NAMES, Chunk, Cut, Model, Params
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -74,11 +73,16 @@ def check_like(name: str, expected: PyTree, tree: PyTree, whose: str) -> None:
             )
 
 
+def check_same_state(old: PyTree, new: PyTree) -> None:
+    """A cell's step returns a state like the one that it was given; known only once it is traced."""
+    check_like("the state that the cell's step returns", old, new, "the state it was given")
+
+
 def find_cut(model: Model, name: Any) -> Cut:
     """The cut of that name; it must exist, and the cell must have it."""
-    check_choice("cut", name, cuts.NAMES)
+    check_choice("cut", name, CUT_NAMES)
     if name not in model.cell.cuts:
-        has = ", ".join(repr(cut) for cut in cuts.NAMES if cut in model.cell.cuts)
+        has = ", ".join(repr(cut) for cut in CUT_NAMES if cut in model.cell.cuts)
         raise ValueError(f"this cell has no cut {name!r}: choose one of {has}.")
     return model.cell.cuts[name]
 

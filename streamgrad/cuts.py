@@ -16,8 +16,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Cut
-
-NAMES = ("state", "params", "preactivation")
+from streamgrad.checks import check_same_state
 
 
 def state_cut(step: Callable[[PyTree, PyTree, PyTree], PyTree]) -> Cut:
@@ -128,6 +127,7 @@ def linearise(cut: Cut, params: PyTree, state: PyTree, x: PyTree) -> Step:
 
     def transition(params: PyTree, vector: Array, dz: Array) -> Array:
         new = cut.inject(params, unravel_state(vector), x, unravel_z(dz))
+        check_same_state(state, new)
         return ravel_pytree(new)[0].astype(vector.dtype)
 
     new, propagate = jax.linearize(lambda vector: transition(params, vector, still), vector)

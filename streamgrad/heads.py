@@ -25,7 +25,7 @@ def softmax(n_classes: int) -> Head:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> head = sg.heads.softmax(4)
       >>> zero = jax.tree.map(jnp.zeros_like, head.init_params(jax.random.key(0), 3))
-      >>> round(float(head.loss(zero, jnp.ones(3), 2)), 4)  # log 4
+      >>> round(float(head.loss(zero, jnp.ones(3), jnp.array(2))), 4)  # log 4
       1.3863
     """
     check_size(least=2, n_classes=n_classes)

@@ -17,7 +17,15 @@ from streamgrad.base import (
     Params,
     real_dtype,
 )
-from streamgrad.checks import check_chunk, check_like, check_params, check_size, is_key, leading_length
+from streamgrad.checks import (
+    check_chunk,
+    check_like,
+    check_params,
+    check_same_state,
+    check_size,
+    is_key,
+    leading_length,
+)
 from streamgrad.cuts import linearise
 
 Init = Callable[[Params], EstimatorState]
@@ -67,9 +75,9 @@ def restart(reset: Bool[Array, ""] | None, fresh: PyTree, current: PyTree) -> Py
 
 
 def transition(model: Model, params: Params, state: PyTree, x: PyTree) -> PyTree:
-    """h_t = F(h_{t-1}, x_t; θ) in the dtype of the state; says so where the cell changes the state's shape."""
+    """h_t = F(h_{t-1}, x_t; θ) in the dtype of the state."""
     new = model.cell.step(params.cell, state, x)
-    check_like("the state that the cell's step returns", state, new, "the state it was given")
+    check_same_state(state, new)
     return jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)
 
 

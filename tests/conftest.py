@@ -3,8 +3,12 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Two pytest workers on two cores: a second thread pool in each would only get in the way.
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# Two pytest workers on two cores: a second thread pool in each would only get in the way; and since programs here are
+# small and run once, compiling fast is worth more than running fast.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+)
 
 import jax
 import pytest

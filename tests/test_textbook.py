@@ -1,5 +1,7 @@
 """Pattern by pattern of noise, the estimators are the recursions of the paper."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +52,7 @@ def test_uoro_in_groups(cell, groups):
     members = [
         [i for i in block if a <= i < b]
         for block in blocks
-        for a, b in zip(borders[:-1], borders[1:], strict=True)
+        for a, b in itertools.pairwise(borders)
         if any(a <= i < b for i in block)
     ]
     alpha = random_alpha(T, len(members))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
+from streamgrad.base import CUT_NAMES
 from tests.tools import (
     all_signs,
     bptt,
@@ -25,6 +26,7 @@ from tests.tools import (
 )
 
 TOLERANCE = 1e-10
+CELL_CUTS = [(cell, cut) for cell in ("vanilla", "lstm", "gru") for cut in CUT_NAMES]
 
 
 def assert_unbiased(est, model, chunk, patterns):
@@ -47,7 +49,7 @@ def test_uoro_gir(cut, shaped, immediate):
 
 @pytest.mark.parametrize("immediate", ["estimated", "exact"])
 @pytest.mark.parametrize("rescale", ["none", "alpha"])
-@pytest.mark.parametrize("cell, cut", [(c, k) for c in ("vanilla", "lstm", "gru") for k in ("state", "params", "preactivation")])  # fmt: skip
+@pytest.mark.parametrize("cell, cut", CELL_CUTS)
 def test_uoro_given(cell, cut, rescale, immediate):
     """Rescaling that does not see the noise, with a random Q_0 that is not symmetric."""
     model = make_model(cell)
@@ -102,7 +104,7 @@ def test_preuoro(cell, rescale, immediate):
 
 
 @pytest.mark.parametrize("shaped", [False, True])
-@pytest.mark.parametrize("cell, cut", [(c, k) for c in ("vanilla", "lstm", "gru") for k in ("state", "params", "preactivation")])  # fmt: skip
+@pytest.mark.parametrize("cell, cut", CELL_CUTS)
 def test_spatial_rtrl(cell, cut, shaped):
     model = make_model(cell)
     n = cut_size(model, cut)
