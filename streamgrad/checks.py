@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from streamgrad._typing import PyTree
-from streamgrad.base import CUT_NAMES, Chunk, Cut, Model, Params
+from streamgrad.base import CUT_NAMES, Chunk, Cut, EstimatorState, Model, Params
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -71,6 +71,12 @@ def check_like(name: str, expected: PyTree, tree: PyTree, whose: str) -> None:
             raise ValueError(
                 f"{where} must have the shape of {whose}, {want.shape}, but its shape is {jnp.shape(got)}."
             )
+
+
+def check_state(state: Any) -> None:
+    """`state` is an estimator's."""
+    if not isinstance(state, EstimatorState):
+        raise ValueError(f"state must be what init(params) returns, not {type(state).__name__}.")
 
 
 def check_same_state(old: PyTree, new: PyTree) -> None:

@@ -83,6 +83,7 @@ class Step(NamedTuple):
       state: h_t.
       propagate: `propagate(tangent[S]) -> [S]`, (dh_t/dh_{t-1}) tangent, by forward mode.
       push: `push(dz[N]) -> [S]`, (dh_t/dz_t) dz, by forward mode.
+      push_back: `push_back(dl_dstate[S]) -> [N]`, (dL/dh_t) (dh_t/dz_t), by reverse mode.
       pull: `pull(v[N]) -> like params`, v^T J_t: by reverse mode, or at preactivations as outer products v a^T.
       backprop: `backprop(dl_dstate[S]) -> like params`, (dL/dh_t) (dh_t/dθ_t), by reverse mode.
       features: at preactivations a_t, one vector for each weight matrix; None elsewhere.
@@ -92,6 +93,7 @@ class Step(NamedTuple):
     state: PyTree
     propagate: Callable[[Float[Array, " S"]], Float[Array, " S"]]
     push: Callable[[Float[Array, " N"]], Float[Array, " S"]]
+    push_back: Callable[[Float[Array, " S"]], Float[Array, " N"]]
     pull: Callable[[Float[Array, " N"]], PyTree]
     backprop: Callable[[Float[Array, " S"]], PyTree]
     features: PyTree | None
@@ -133,6 +135,9 @@ def linearise(cut: Cut, params: PyTree, state: PyTree, x: PyTree) -> Step:
     new, propagate = jax.linearize(lambda vector: transition(params, vector, still), vector)
     _, push = jax.linearize(lambda dz: transition(params, vector, dz), still)
 
+    def push_back(dl_dstate: Float[Array, " S"]) -> Float[Array, " N"]:
+        return jax.vjp(lambda dz: transition(params, vector, dz), still)[1](dl_dstate)[0]
+
     def backprop(dl_dstate: Float[Array, " S"]) -> PyTree:
         _, vjp = jax.vjp(lambda params: transition(params, vector, still), params)
         return vjp(dl_dstate)[0]
@@ -145,4 +150,4 @@ def linearise(cut: Cut, params: PyTree, state: PyTree, x: PyTree) -> Step:
         _, vjp = jax.vjp(lambda params: ravel_pytree(cut.into(params, state, x))[0].astype(v.dtype), params)
         return vjp(v)[0]
 
-    return Step(unravel_state(new), propagate, push, pull, backprop, features, unravel_z)
+    return Step(unravel_state(new), propagate, push, push_back, pull, backprop, features, unravel_z)

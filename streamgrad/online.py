@@ -23,48 +23,80 @@ from streamgrad.checks import (
     check_params,
     check_same_state,
     check_size,
+    check_state,
     is_key,
     leading_length,
+    one_step,
 )
 from streamgrad.cuts import linearise
 
-Init = Callable[[Params], EstimatorState]
-Update = Callable[[Params, EstimatorState, Chunk, Any], tuple[Params, EstimatorState, Info]]
+Result = tuple[Params, EstimatorState, Info]
+Parts = Callable[[Params, EstimatorState, Chunk, Any], tuple[PyTree, EstimatorState, Info]]
+Check = Callable[[Chunk, int, Any], None]
+
+# The axes along which streams are mapped: all of the state but what they share.
+_STREAMS = EstimatorState(cell=0, memory=0, shared=None)
+
+
+def sum_over_streams(summands: PyTree) -> PyTree:
+    """Add up along the leading axis."""
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), summands)
 
 
 def estimator(
-    model: Model, init: Init, update: Update, check: Callable[[Chunk, int, Any], None] = lambda *_: None
+    model: Model,
+    init: Callable[[Params], EstimatorState],
+    parts: Parts,
+    total: Callable[[PyTree], Params] = sum_over_streams,
+    check: Check = lambda *_: None,
 ) -> GradientEstimator:
-    """Put the checks of the input before a pair of pure functions, and compile the second.
+    """Put the checks of the input before pure functions, compile them, and add the form for many streams.
 
     Args:
       model: the model whose gradients are estimated.
       init: as in `GradientEstimator`.
-      update: as in `GradientEstimator`.
+      parts: like `update` in `GradientEstimator`, but what it returns in place of the gradient is left to `total`.
+      total: makes the gradient, summed over streams, of what `parts` returns, stacked along a leading axis for
+        streams. A sum of outer products, for one, is a single matrix product over all streams and steps.
       check: `check(chunk, length, key)`, raises ValueError for what this estimator in particular cannot take.
 
     Returns:
       The estimator. Its `update` is traced once for each shape, whether the caller compiles it or not.
     """
-    compiled = jax.jit(update)
     expected = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
     expected_state = jax.eval_shape(model.cell.init_state)
+
+    @jax.jit
+    def compiled(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
+        summands, state, info = parts(params, state, chunk, key)
+        return total(jax.tree.map(lambda leaf: leaf[None], summands)), state, info
+
+    @jax.jit
+    def compiled_streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
+        many = jax.vmap(parts, in_axes=(None, _STREAMS, 0, 0), out_axes=(0, _STREAMS, 0))
+        summands, state, info = many(params, state, chunk, keys)
+        return jax.tree.map(lambda leaf: leaf / len(info.loss), total(summands)), state, info
+
+    def check_all(params: Params, cell_state: PyTree, chunk: Chunk, key: Any) -> None:
+        check_params(expected, params)
+        check_like("state.cell", expected_state, cell_state, "the cell's state")
+        check(chunk, check_chunk(model, chunk), key)
 
     def checked_init(params: Params) -> EstimatorState:
         check_params(expected, params)
         return init(params)
 
-    def checked_update(
-        params: Params, state: EstimatorState, chunk: Chunk, key: Any
-    ) -> tuple[Params, EstimatorState, Info]:
-        check_params(expected, params)
-        if not isinstance(state, EstimatorState):
-            raise ValueError(f"state must be what init(params) returns, not {type(state).__name__}.")
-        check_like("state.cell", expected_state, state.cell, "the cell's state")
-        check(chunk, check_chunk(model, chunk), key)
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
+        check_state(state)
+        check_all(params, state.cell, chunk, key)
         return compiled(params, state, chunk, key)
 
-    return GradientEstimator(checked_init, checked_update)
+    def streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
+        check_state(state)
+        check_all(params, one_step(state.cell), one_step(chunk), one_step(keys))
+        return compiled_streams(params, state, chunk, keys)
+
+    return GradientEstimator(checked_init, update, streams)
 
 
 def restart(reset: Bool[Array, ""] | None, fresh: PyTree, current: PyTree) -> PyTree:
@@ -76,14 +108,16 @@ def restart(reset: Bool[Array, ""] | None, fresh: PyTree, current: PyTree) -> Py
 
 def transition(model: Model, params: Params, state: PyTree, x: PyTree) -> PyTree:
     """h_t = F(h_{t-1}, x_t; θ) in the dtype of the state."""
-    new = model.cell.step(params.cell, state, x)
+    return same_dtype(model.cell.step(params.cell, state, x), state)
+
+
+def same_dtype(new: PyTree, state: PyTree) -> PyTree:
+    """A new state in the dtypes of the old; says so where the cell has changed its structure or shapes."""
     check_same_state(state, new)
     return jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)
 
 
-def online(
-    model: Model, influence: Influence, check: Callable[[Chunk, int, Any], None] = lambda *_: None
-) -> GradientEstimator:
+def online(model: Model, influence: Influence, check: Check = lambda *_: None) -> GradientEstimator:
     """Turn an influence into a gradient estimator: dL/dθ = Σ_t (dL_t/dh_t) (dh_t/dθ), while the stream runs.
 
     Nothing of the past is kept but the influence, so that the state's size does not depend on the stream's length.
@@ -96,37 +130,52 @@ def online(
     Returns:
       The estimator. The head's gradient is exact.
     """
+    init, parts, total = online_parts(model, influence)
+    return estimator(model, init, parts, total, check)
+
+
+def online_parts(
+    model: Model, influence: Influence
+) -> tuple[Callable[[Params], EstimatorState], Parts, Callable[[PyTree], Params]]:
+    """What `online` is made of: `init`, `parts` and `total` as `estimator` takes them."""
+    adds = influence.total is None
 
     def init(params: Params) -> EstimatorState:
         state = model.init_state(params)
         return EstimatorState(state, influence.init(params.cell, state), influence.shared(params.cell))
 
-    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
+    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[PyTree, EstimatorState, Info]:
         fresh = init(params)
         length = leading_length(chunk, "time")
         noise = influence.draw(state.shared, key, length, real_dtype(params.cell))
 
         def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
-            cell_state, before, grads = carry
+            cell_state, before, cell_sum, head_sum = carry
             x, target, reset, noise = now
             cell_state = restart(reset, fresh.cell, cell_state)
             before = restart(reset, fresh.memory, before)
             at = linearise(influence.cut, params.cell, cell_state, x)
             loss, head_grads, dl_dstate = model.read_out(params.head, at.state, target)
             after, diagnostics = influence.advance(state.shared, before, at, noise, dl_dstate)
-            new = Params(influence.contract(before, after, at, dl_dstate), head_grads)
-            return (at.state, after, jax.tree.map(jnp.add, grads, new)), (loss, diagnostics)
+            contribution = influence.contract(before, after, at, dl_dstate)
+            if adds:
+                cell_sum, contribution = jax.tree.map(jnp.add, cell_sum, contribution), None
+            head_sum = jax.tree.map(jnp.add, head_sum, head_grads)
+            return (at.state, after, cell_sum, head_sum), (loss, diagnostics, contribution)
 
         zero = jax.tree.map(jnp.zeros_like, params)
+        carry = (state.cell, state.memory, zero.cell if adds else None, zero.head)
         steps = (chunk.inputs, chunk.targets, chunk.reset, noise)
-        (cell_state, memory, grads), (loss, diagnostics) = jax.lax.scan(step, (state.cell, state.memory, zero), steps)
-        return grads, EstimatorState(cell_state, memory, state.shared), Info(loss, diagnostics)
+        carry, (loss, diagnostics, contributions) = jax.lax.scan(step, carry, steps)
+        cell_state, memory, cell_sum, head_sum = carry
+        summands = (cell_sum if adds else contributions, head_sum)
+        return summands, EstimatorState(cell_state, memory, state.shared), Info(loss, diagnostics)
 
-    return estimator(model, init, update, check)
+    def total(summands: tuple[PyTree, PyTree]) -> Params:
+        of_cell = influence.total or sum_over_streams
+        return Params(of_cell(summands[0]), sum_over_streams(summands[1]))
 
-
-# The axes that `batched` maps: all of the state but what the streams share.
-_STREAMS = EstimatorState(cell=0, memory=0, shared=None)
+    return init, parts, total
 
 
 def batched(est: GradientEstimator, batch_size: int) -> GradientEstimator:
@@ -151,7 +200,7 @@ def batched(est: GradientEstimator, batch_size: int) -> GradientEstimator:
       (4, 5)
     """
     check_size(batch_size=batch_size)
-    streams = jax.vmap(est.update, in_axes=(None, _STREAMS, 0, 0), out_axes=(0, _STREAMS, 0))
+    run = est.streams or _mean_of_streams(est)
 
     def init(params: Params) -> EstimatorState:
         one = est.init(params)
@@ -161,28 +210,35 @@ def batched(est: GradientEstimator, batch_size: int) -> GradientEstimator:
 
         return EstimatorState(jax.tree.map(repeat, one.cell), jax.tree.map(repeat, one.memory), one.shared)
 
-    @jax.jit
-    def compiled(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> tuple[Params, EstimatorState, Info]:
-        grads, state, info = streams(params, state, chunk, keys)
-        return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads), state, info
-
-    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
         if not isinstance(chunk, Chunk):
             raise ValueError(f"chunk must be a streamgrad.Chunk, not {type(chunk).__name__}.")
         size = leading_length(chunk, "the batch")
         if size != batch_size:
             raise ValueError(f"the chunk has {size} streams, but the estimator was made for {batch_size}.")
-        return compiled(params, state, chunk, _one_key_per_stream(key, batch_size))
+        return run(params, state, chunk, _one_key_per_stream(key, batch_size))
 
     return GradientEstimator(init, update)
+
+
+def _mean_of_streams(est: GradientEstimator) -> Callable[[Params, EstimatorState, Chunk, Any], Result]:
+    """`update` for a batch of streams, for an estimator that knows no faster way."""
+
+    @jax.jit
+    def run(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
+        many = jax.vmap(est.update, in_axes=(None, _STREAMS, 0, 0), out_axes=(0, _STREAMS, 0))
+        grads, state, info = many(params, state, chunk, keys)
+        return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads), state, info
+
+    return run
 
 
 def _one_key_per_stream(key: Any, batch_size: int) -> Any:
     """Split a single key; pass on what is one for each stream already; None stays None."""
     if key is None:
         return None
-    single = is_key(key) and (key.ndim == 0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.ndim == 1)
-    if single:
+    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if is_key(key) and key.ndim == (0 if typed else 1):
         return jax.random.split(key, batch_size)
     if not hasattr(key, "shape") or key.shape[:1] != (batch_size,):
         raise ValueError(f"key must be one JAX PRNG key, or one for each of the {batch_size} streams.")

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_size, leading_length
-from streamgrad.online import estimator, restart, transition
+from streamgrad.estimators.outer import Outer, sum_outer
+from streamgrad.online import Parts, estimator, restart, same_dtype, sum_over_streams, transition
 
 
 def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
@@ -46,6 +47,14 @@ def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
     def init(params: Params) -> EstimatorState:
         return EstimatorState(model.init_state(params), (), ())
 
+    if recompute is None and "preactivation" in model.cell.cuts:
+        return estimator(model, init, _with_outer_products(model), _sum_outer_products)
+    return estimator(model, init, _plain(model, recompute))
+
+
+def _plain(model: Model, recompute: int | None) -> Parts:
+    """Differentiate with respect to the parameters, whatever they are."""
+
     def run(params: Params, state: PyTree, chunk: Chunk) -> tuple[PyTree, Float[Array, " T"]]:
         """The state at the end of a stretch and the loss at each of its steps."""
         fresh = model.init_state(params)
@@ -56,8 +65,7 @@ def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
             return state, model.cell.output(state)
 
         state, outputs = jax.lax.scan(step, state, (chunk.inputs, chunk.reset))
-        losses = jax.vmap(model.head.loss, in_axes=(None, 0, 0))(params.head, outputs, chunk.targets)
-        return state, losses
+        return state, _losses(model, params.head, outputs, chunk)
 
     def run_again(params: Params, state: PyTree, chunk: Chunk, k: int) -> tuple[PyTree, Float[Array, " T"]]:
         """`run`, in stretches of k steps that the reverse pass computes anew."""
@@ -76,7 +84,7 @@ def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
             losses = jnp.concatenate([losses, rest])
         return state, losses
 
-    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
+    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
         del key
 
         def total(params: Params) -> tuple[Array, tuple[PyTree, Array]]:
@@ -89,4 +97,46 @@ def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
         grads, (end, losses) = jax.grad(total, has_aux=True)(params)
         return grads, EstimatorState(end, (), ()), Info(losses, {})
 
-    return estimator(model, init, update)
+    return parts
+
+
+def _with_outer_products(model: Model) -> Parts:
+    """Differentiate with respect to the preactivations, and leave the weights to one matrix product at the end.
+
+    Differentiating a scan with respect to weights adds an outer product to a buffer of their size at every step.
+    """
+    cut = model.cell.cuts["preactivation"]
+    assert cut.features is not None
+    features = cut.features
+
+    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[PyTree, EstimatorState, Info]:
+        del key
+        fresh = model.init_state(params)
+        length = leading_length(chunk, "time")
+        still = jax.tree.map(lambda w: jnp.zeros((length, w.shape[0]), w.dtype), params.cell)
+
+        def total(dz: PyTree, head: PyTree) -> tuple[Array, tuple]:
+            def step(state: PyTree, now: tuple) -> tuple[PyTree, tuple]:
+                x, reset, dz = now
+                state = restart(reset, fresh, state)
+                a = jax.lax.stop_gradient(features(params.cell, state, x))
+                state = same_dtype(cut.inject(params.cell, state, x, dz), state)
+                return state, (model.cell.output(state), a)
+
+            end, (outputs, a) = jax.lax.scan(step, state.cell, (chunk.inputs, chunk.reset, dz))
+            losses = _losses(model, head, outputs, chunk)
+            return jnp.sum(losses), (end, losses, a)
+
+        grads, (end, losses, a) = jax.grad(total, argnums=(0, 1), has_aux=True)(still, params.head)
+        return (Outer(grads[0], a), grads[1]), EstimatorState(end, (), ()), Info(losses, {})
+
+    return parts
+
+
+def _sum_outer_products(summands: tuple[Outer, PyTree]) -> Params:
+    return Params(sum_outer(summands[0]), sum_over_streams(summands[1]))
+
+
+def _losses(model: Model, head: PyTree, outputs: Float[Array, "T width"], chunk: Chunk) -> Float[Array, " T"]:
+    losses = jax.vmap(model.head.loss, in_axes=(None, 0, 0))(head, outputs, chunk.targets)
+    return losses.astype(outputs.dtype)

@@ -37,22 +37,30 @@ class Groups:
             return dz[None]
         return jnp.where(self.index == np.arange(self.count)[:, None], dz[None], 0)
 
+    def by_matrix(self, rows: Any) -> list[Any]:
+        """An array over all preactivations, its last axis, in one part for each weight matrix."""
+        split = np.split if isinstance(rows, np.ndarray) else jnp.split
+        return split(rows, np.cumsum(self.rows)[:-1], axis=-1)
+
+    def of_matrix(self) -> list[np.ndarray]:
+        """The groups that each weight matrix has rows of."""
+        return [np.unique(part) for part in self.by_matrix(self.index)]
+
     def scale(self, cotangent: PyTree, by: Float[Array, " G"]) -> PyTree:
         """Multiply each group's rows of a cotangent by its own number."""
         if self.count == 1:
             return jax.tree.map(lambda leaf: by[0] * leaf, cotangent)
-        parts = np.split(self.index, np.cumsum(self.rows)[:-1])
         leaves, structure = jax.tree.flatten(cotangent)
-        scaled = [by[part][:, None] * leaf for part, leaf in zip(parts, leaves, strict=True)]
+        scaled = [row[:, None] * leaf for row, leaf in zip(self.by_matrix(by[self.index]), leaves, strict=True)]
         return jax.tree.unflatten(structure, scaled)
 
-    def norms(self, cotangent: PyTree) -> Float[Array, " G"]:
-        """The norm of each group's rows of a cotangent."""
+    def square_norms(self, cotangent: PyTree) -> Float[Array, " G"]:
+        """The squared norm of each group's rows of a cotangent."""
         leaves = jax.tree.leaves(cotangent)
         if self.count == 1:
-            return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in leaves))[None]
+            return jnp.reshape(sum(jnp.sum(leaf**2) for leaf in leaves), (1,))
         by_row = jnp.concatenate([jnp.sum(leaf**2, axis=1) for leaf in leaves])
-        return jnp.sqrt(jnp.zeros(self.count, by_row.dtype).at[self.index].add(by_row))
+        return jnp.zeros(self.count, by_row.dtype).at[self.index].add(by_row)
 
 
 def make_groups(layout: Layout, cut: str, count: Any, q0: Any = None) -> Groups:

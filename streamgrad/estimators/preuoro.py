@@ -12,6 +12,7 @@ from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dty
 from streamgrad.checks import check_choice, find_cut
 from streamgrad.cuts import Step
 from streamgrad.estimators.noise import Noise, find_noise
+from streamgrad.estimators.outer import Outer, sum_outer
 from streamgrad.estimators.rescale import Terms, find_rescaling
 from streamgrad.estimators.uoro import check_alpha_length
 from streamgrad.online import online
@@ -117,14 +118,19 @@ def preuoro(
         cotangent = jax.tree.map(jnp.add, scale(memory.cotangent, past.cotangent), scale(pulled, present.cotangent))
         return PreUoroMemory(tangent, cotangent, remembered), {"gamma": past.tangent, "beta": present.tangent}
 
-    def contract(before: PreUoroMemory, after: PreUoroMemory, step: Step, dl_dstate: Array) -> PyTree:
+    def contract(before: PreUoroMemory, after: PreUoroMemory, step: Step, dl_dstate: Array) -> list[Outer]:
+        """The factors of outer products; `total` multiplies them for all steps and streams at once."""
         if immediate == "estimated":
-            return jax.tree.map(jnp.outer, step.unravel(after.tangent @ dl_dstate), after.cotangent)
-        past = step.unravel(jax.vmap(step.propagate)(before.tangent) @ dl_dstate)
-        return jax.tree.map(lambda k, w, now: jnp.outer(k, w) + now, past, before.cotangent, step.backprop(dl_dstate))
+            return [Outer(step.unravel(after.tangent @ dl_dstate), after.cotangent)]
+        past = jax.vmap(step.propagate)(before.tangent) @ dl_dstate
+        now = step.push_back(dl_dstate)
+        return [Outer(step.unravel(past), before.cotangent), Outer(step.unravel(now), step.features)]
+
+    def total(contributions: list[Outer]) -> PyTree:
+        return jax.tree.map(lambda *terms: sum(terms), *map(sum_outer, contributions))
 
     def check(chunk: Chunk, length: int, key: Any) -> None:
         source.check(key)
         check_alpha_length(rescaling, chunk, length)
 
-    return online(model, Influence(vertex, init, advance, contract, draw, shared), check)
+    return online(model, Influence(vertex, init, advance, contract, draw, shared, total), check)

@@ -51,6 +51,7 @@ class Rescaling(NamedTuple):
       init: `init()`, what a stream remembers (its position in the episode), or None.
       coefficients: `coefficients(shared, memory, terms) -> (past, present, memory)`.
       length: number of steps it knows of, or None for any.
+      uses_norms: whether `coefficients` looks at `terms`; what it does not need is not computed.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Rescaling(NamedTuple):
     init: Callable[[], PyTree]
     coefficients: Callable[[PyTree, PyTree, Terms], tuple[Scales, Scales, PyTree]]
     length: int | None = None
+    uses_norms: bool = False
 
 
 def _none(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales, PyTree]:
@@ -144,7 +146,7 @@ def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
 
 _RESCALINGS = {
     "none": Rescaling("none", lambda groups, dtype: None, lambda: None, _none),
-    "gir": Rescaling("gir", lambda groups, dtype: None, lambda: None, _gir),
+    "gir": Rescaling("gir", lambda groups, dtype: None, lambda: None, _gir, uses_norms=True),
 }
 
 

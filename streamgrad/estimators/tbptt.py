@@ -79,7 +79,7 @@ def tbptt(model: Model, window: int) -> GradientEstimator:
         )
         return EstimatorState(state, past, ())
 
-    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
+    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
         del key
         fresh = model.init_state(params)
         length = leading_length(chunk, "time")
@@ -91,18 +91,17 @@ def tbptt(model: Model, window: int) -> GradientEstimator:
             return after, (before, after)
 
         end, (before, after) = jax.lax.scan(forward, state.cell, (chunk.inputs, chunk.reset))
-        loss, head_grads, dl_dstate = jax.vmap(model.read_out, in_axes=(None, 0, 0))(params.head, after, chunk.targets)
+        loss, head_grads, dl_dstate = model.read_out_chunk(params.head, after, chunk.targets)
 
         begins = jnp.zeros(length, bool) if chunk.reset is None else chunk.reset
         past = _append(state.memory, before, chunk.inputs, begins)
         credit = _credit(model, params, past, dl_dstate, window)
         cell_grads = _backprop(model, params, past, credit)
-        head_grads = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), head_grads)
         memory = jax.tree.map(lambda leaf: leaf[length:], past._replace(started=()))
         memory = memory._replace(started=jnp.ones((), bool))
         return Params(cell_grads, head_grads), EstimatorState(end, memory, ()), Info(loss, {})
 
-    return estimator(model, init, update)
+    return estimator(model, init, parts)
 
 
 def _append(past: Past, states: PyTree, inputs: PyTree, begins: Bool[Array, " T"]) -> Past:

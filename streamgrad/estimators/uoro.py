@@ -7,14 +7,15 @@ import jax.numpy as jnp
 
 from streamgrad import cuts
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
-from streamgrad.checks import check_choice, find_cut
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Influence, Info, Model, Params, real_dtype
+from streamgrad.checks import check_choice, find_cut, leading_length
 from streamgrad.cuts import Step
+from streamgrad.estimators.factored import Factors, factored_parts, is_even, sum_factors
 from streamgrad.estimators.groups import make_groups
 from streamgrad.estimators.noise import Noise, find_noise
 from streamgrad.estimators.rescale import Rescaling, Terms, find_rescaling
 from streamgrad.estimators.shaping import Shaped, Shaping, check_q0, shape_noise, shaping
-from streamgrad.online import online
+from streamgrad.online import estimator, online_parts, sum_over_streams
 
 
 class UoroMemory(NamedTuple):
@@ -23,11 +24,13 @@ class UoroMemory(NamedTuple):
     Attributes:
       tangent: h̃_t.
       cotangent: w̃_t, like the cell's parameters; a group's is its rows.
+      square_norm: ‖w̃_t‖², so that GIR need not read the cotangent to scale it.
       rescaling: what the rescaling remembers.
     """
 
     tangent: Float[Array, "G S"]
     cotangent: PyTree
+    square_norm: Float[Array, " G"]
     rescaling: PyTree
 
 
@@ -51,6 +54,7 @@ def uoro(
     groups: int = 1,
     q0: Any = None,
     immediate: str = "estimated",
+    form: str = "auto",
 ) -> GradientEstimator:
     """Unbiased online recurrent optimisation: dh_t/dθ as a rank-one product of two vectors (Section 5).
 
@@ -69,6 +73,8 @@ def uoro(
       q0: Q_0, an invertible matrix `[N, N]` or diagonal `[N]`; None is the identity.
       immediate: "estimated", or "exact": the variant of Tallec and Ollivier, which backpropagates the current step and
         estimates the past alone.
+      form: how it is computed, not what: "factored" touches the cotangent once per chunk (preactivations only), "plain"
+        at every step, "auto" chooses the faster.
 
     Returns:
       The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`.
@@ -91,6 +97,7 @@ def uoro(
     source = find_noise(noise)
     rescaling = find_rescaling(rescale)
     check_choice("immediate", immediate, ("estimated", "exact"))
+    check_choice("form", form, ("auto", "plain", "factored"))
     layout = cuts.layout(model.cell, vertex)
     check_q0(q0, layout.size)
     partition = make_groups(layout, cut, groups, q0)
@@ -99,7 +106,8 @@ def uoro(
     def init(params: PyTree, state: PyTree) -> UoroMemory:
         del state
         tangent = jnp.zeros((partition.count, layout.state_size), real_dtype(params))
-        return UoroMemory(tangent, jax.tree.map(jnp.zeros_like, params), rescaling.init())
+        zero = jax.tree.map(jnp.zeros_like, params)
+        return UoroMemory(tangent, zero, jnp.zeros(partition.count, tangent.dtype), rescaling.init())
 
     def shared(params: PyTree) -> UoroShared:
         dtype = real_dtype(params)
@@ -117,9 +125,9 @@ def uoro(
         pulled = step.pull(noise.left)
         terms = Terms(
             jnp.linalg.norm(propagated, axis=1),
-            partition.norms(memory.cotangent),
+            jnp.sqrt(memory.square_norm),
             jnp.linalg.norm(pushed, axis=1),
-            partition.norms(pulled),
+            jnp.sqrt(partition.square_norms(pulled)),
         )
         past, present, remembered = rescaling.coefficients(shared.rescaling, memory.rescaling, terms)
         tangent = past.tangent[:, None] * propagated + present.tangent[:, None] * pushed
@@ -128,7 +136,8 @@ def uoro(
             partition.scale(memory.cotangent, past.cotangent),
             partition.scale(pulled, present.cotangent),
         )
-        return UoroMemory(tangent, cotangent, remembered), {"gamma": past.tangent, "beta": present.tangent}
+        new = UoroMemory(tangent, cotangent, partition.square_norms(cotangent), remembered)
+        return new, {"gamma": past.tangent, "beta": present.tangent}
 
     def contract(before: UoroMemory, after: UoroMemory, step: Step, dl_dstate: Array) -> PyTree:
         if immediate == "estimated":
@@ -140,7 +149,22 @@ def uoro(
         source.check(key)
         check_alpha_length(rescaling, chunk, length)
 
-    return online(model, Influence(vertex, init, advance, contract, draw, shared), check)
+    begin, plain, plain_total = online_parts(model, Influence(vertex, init, advance, contract, draw, shared))
+    if form == "plain" or cut != "preactivation" or not is_even(partition):
+        return estimator(model, begin, plain, plain_total, check)
+    factored = factored_parts(model, vertex, partition, rescaling, draw, begin, immediate)
+
+    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[PyTree, EstimatorState, Info]:
+        # A single step has nothing to put off: the plain recursion reads and writes the cotangent once as well.
+        one_step = form == "auto" and leading_length(chunk, "time") == 1
+        return (plain if one_step else factored)(params, state, chunk, key)
+
+    def total(summands: tuple[PyTree, PyTree]) -> Params:
+        if isinstance(summands[0], Factors):
+            return Params(sum_factors(partition, summands[0]), sum_over_streams(summands[1]))
+        return plain_total(summands)
+
+    return estimator(model, begin, parts, total, check)
 
 
 def check_alpha_length(rescaling: Rescaling, chunk: Chunk, length: int) -> None:
