@@ -13,7 +13,9 @@ one weighted sum and one matrix product, and w̃ is written once per chunk. GIR'
 
     ‖w̃_t‖² = ‖w̃_{t-1}‖²/γ² + 2/(γβ) v_t^T w̃_{t-1} a_t + ‖v_t‖²‖a_t‖²/β²,
 
-whose middle term needs w̃_0 only through v_t^T w̃_0, one product per chunk since the noise is known ahead.
+whose middle term comes from the projections v_s^T w̃_{t-1} of all the steps s that are still ahead: the noise is known,
+so that they begin as one product, v_s^T w̃_0, and each step adds (v_s · v_t) a_t / β_t to them. That costs T A per step,
+so that where the weights have few rows a chunk is taken in blocks, with w̃ written after each.
 """
 
 from collections.abc import Callable
@@ -48,18 +50,9 @@ class Factors(NamedTuple):
     outer: Outer
 
 
-class Coefficients(NamedTuple):
-    """w̃ in terms of what the chunk began with and of its steps.
-
-    Attributes:
-      sigma: of w̃_0.
-      c: of v_s a_s^T, zero for steps yet to come.
-      square_norm: ‖w̃‖², of each group's rows.
-    """
-
-    sigma: Float[Array, " G"]
-    c: Float[Array, "T G"]
-    square_norm: Float[Array, " G"]
+def block_length(length: int, size: int) -> int:
+    """How many steps GIR takes between two writes of w̃: so few that the projections cost little beside N A."""
+    return min(length, max(8, min(64, size // 16)))
 
 
 def factored_parts(
@@ -76,7 +69,7 @@ def factored_parts(
     Args:
       model: the model whose gradients are estimated.
       cut: its cut at the preactivations.
-      groups: must be `even`.
+      groups: must be even, see `is_even`.
       rescaling: how γ and β are chosen.
       draw: UORO's noise.
       init: UORO's state.
@@ -86,80 +79,84 @@ def factored_parts(
       The function.
     """
 
-    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[PyTree, EstimatorState, Info]:
+    def advance_block(
+        params: Params, shared: PyTree, carry: tuple[PyTree, PyTree], steps: tuple
+    ) -> tuple[tuple[PyTree, PyTree], dict[str, PyTree]]:
+        """Take state, tangent and cotangent through a block; returns what the gradient needs of each step."""
+        cell_state, memory = carry
+        inputs, reset, noise = steps
         fresh = init(params)
-        memory = state.memory
-        length = leading_length(chunk, "time")
-        noise = draw(state.shared, key, length, real_dtype(params.cell))
-        known = _known_ahead(groups, noise.left, memory.cotangent) if rescaling.uses_norms else None
-        clear = Coefficients(*(jnp.zeros_like(leaf) for leaf in _begin(memory.square_norm, length)))
+        ahead, known = _known_ahead(groups, noise.left, memory.cotangent) if rescaling.uses_norms else (None, None)
 
-        def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
-            cell_state, tangent, remembered, before, history = carry
-            t, x, reset, right, known = now
+        def step(carry: tuple, now: tuple) -> tuple[tuple, dict[str, PyTree]]:
+            cell_state, tangent, remembered, square_norm, ahead = carry
+            x, reset, right, known = now
             cell_state = restart(reset, fresh.cell, cell_state)
             tangent = restart(reset, fresh.memory.tangent, tangent)
             remembered = restart(reset, fresh.memory.rescaling, remembered)
-            before = restart(reset, clear, before)
+            square_norm = restart(reset, fresh.memory.square_norm, square_norm)
+            ahead = restart(reset, jax.tree.map(jnp.zeros_like, ahead), ahead)
 
             at = linearise(cut, params.cell, cell_state, x)
             propagated = jax.vmap(at.propagate)(tangent)
             pushed = jax.vmap(at.push)(groups.split(right))
             a = jax.tree.leaves(at.features)
-            if known is None:  # γ and β do not look at norms
-                nothing = jnp.zeros_like(before.sigma)
-                cross, pulled, terms = nothing, nothing, Terms(nothing, nothing, nothing, nothing)
-            else:
-                cross, pulled = _cross_and_pulled(groups, before, known, history, a)
-                terms = Terms(
-                    jnp.linalg.norm(propagated, axis=1),
-                    jnp.sqrt(before.square_norm),
-                    jnp.linalg.norm(pushed, axis=1),
-                    jnp.sqrt(pulled),
-                )
-            past, present, remembered = rescaling.coefficients(state.shared.rescaling, remembered, terms)
-            after = _advance(before, t, past.cotangent, present.cotangent, cross, pulled)
+            cross, terms = square_norm, Terms(square_norm, square_norm, square_norm, square_norm)
+            if known is not None:  # else the rescaling does not look at them
+                cross, pulled = _cross_and_pulled(groups, ahead, known, a)
+                terms = Terms(jnp.sum(propagated**2, axis=1), square_norm, jnp.sum(pushed**2, axis=1), pulled)
+            past, present, remembered = rescaling.coefficients(shared.rescaling, remembered, terms)
             tangent = past.tangent[:, None] * propagated + present.tangent[:, None] * pushed
-            history = [jax.lax.dynamic_update_index_in_dim(old, new, t, 0) for old, new in zip(history, a, strict=True)]
+            kept = {
+                "state": at.state,
+                "tangent": tangent if immediate == "estimated" else propagated,
+                "features": a,
+                "past": restart(reset, jnp.zeros_like(past.cotangent), past.cotangent),
+                "present": present.cotangent,
+                "gamma": past.tangent,
+                "beta": present.tangent,
+            }
+            if known is not None:
+                ahead = _look_ahead(groups, ahead, known, a, past.cotangent, present.cotangent)
+                square_norm = _square_norm(terms, past.cotangent, present.cotangent, cross)
+            if immediate == "exact":
+                kept["before"] = cell_state
+            return (at.state, tangent, remembered, square_norm, ahead), kept
 
-            seen = (tangent, after) if immediate == "estimated" else (propagated, before)
-            kept = (at.state, seen[0], seen[1].sigma, seen[1].c, None if immediate == "estimated" else cell_state)
-            diagnostics = {"gamma": past.tangent, "beta": present.tangent}
-            return (at.state, tangent, remembered, after, history), (kept, diagnostics)
+        begin = (cell_state, memory.tangent, memory.rescaling, memory.square_norm, ahead)
+        end, kept = jax.lax.scan(step, begin, (inputs, reset, noise.right, known))
+        cell_state, tangent, remembered, _, _ = end
+        # What is left of w̃_0 and of each outer product at the end: the product of 1/γ over the steps that follow.
+        following = jax.lax.associative_scan(jnp.multiply, kept["past"], reverse=True)
+        c = kept["present"] * jnp.concatenate([following[1:], jnp.ones_like(following[:1])])
+        cotangent = _write(groups, memory.cotangent, following[0], c, noise.left, kept["features"])
+        # The norm is taken anew from what is written, so that its rounding errors do not outlive the block.
+        new = type(memory)(tangent, cotangent, groups.square_norms(cotangent), remembered)
+        return (cell_state, new), kept
 
-        weights = jax.tree.leaves(params.cell)
-        history = [jnp.zeros((length, w.shape[1]), w.dtype) for w in weights]
-        carry = (state.cell, memory.tangent, memory.rescaling, _begin(memory.square_norm, length), history)
-        steps = (jnp.arange(length), chunk.inputs, chunk.reset, noise.right, known)
-        carry, (kept, diagnostics) = jax.lax.scan(step, carry, steps)
-        cell_state, tangent, remembered, end, history = carry
-        states, tangents, sigmas, cs, befores = kept
-
-        loss, head_grads, dl_dstate = model.read_out_chunk(params.head, states, chunk.targets)
-        k = jnp.einsum("tgs,ts->tg", tangents, dl_dstate)
-        # [T, G] per step to [T, N] per step and preactivation.
-        left = noise.left * jnp.einsum("tg,tsg->sg", k, cs)[:, groups.index]
+    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[PyTree, EstimatorState, Info]:
+        length = leading_length(chunk, "time")
+        noise = draw(state.shared, key, length, real_dtype(params.cell))
+        size = block_length(length, noise.left.shape[1]) if rescaling.uses_norms else length
+        (cell_state, memory), kept = _in_blocks(
+            lambda carry, steps: advance_block(params, state.shared, carry, steps),
+            (state.cell, state.memory),
+            (chunk.inputs, chunk.reset, noise),
+            length,
+            size,
+        )
+        loss, head_grads, dl_dstate = model.read_out_chunk(params.head, kept["state"], chunk.targets)
+        k = jnp.einsum("tgs,ts->tg", kept["tangent"], dl_dstate)
+        weight, sums = _reach_back(k, kept["past"], immediate)
+        left = noise.left * (kept["present"] * sums)[:, groups.index]
         if immediate == "exact":
-            left = left + _immediate(cut, params.cell, befores, chunk.inputs, dl_dstate)
+            left = left + _immediate(cut, params.cell, kept["before"], chunk.inputs, dl_dstate)
         structure = jax.tree.structure(params.cell)
-        right = jax.tree.unflatten(structure, history)
-        outer = Outer(jax.tree.unflatten(structure, groups.by_matrix(left)), right)
-        factors = Factors(jnp.sum(k * sigmas, axis=0), memory.cotangent, outer)
-
-        new = [
-            jnp.einsum("tn,ta->na", v, a) + sigma[:, None] * w
-            for v, a, sigma, w in zip(
-                groups.by_matrix(noise.left * end.c[:, groups.index]),
-                history,
-                groups.by_matrix(end.sigma[groups.index]),
-                jax.tree.leaves(memory.cotangent),
-                strict=True,
-            )
-        ]
-        cotangent = jax.tree.unflatten(structure, new)
-        # The norm is taken anew from what is written, so that its rounding errors do not outlive the chunk.
-        memory = type(memory)(tangent, cotangent, groups.square_norms(cotangent), remembered)
-        info = Info(loss, diagnostics)
+        outer = Outer(
+            jax.tree.unflatten(structure, groups.by_matrix(left)), jax.tree.unflatten(structure, kept["features"])
+        )
+        factors = Factors(weight, state.memory.cotangent, outer)
+        info = Info(loss, {"gamma": kept["gamma"], "beta": kept["beta"]})
         return (factors, head_grads), EstimatorState(cell_state, memory, state.shared), info
 
     return parts
@@ -167,9 +164,11 @@ def factored_parts(
 
 def sum_factors(groups: Groups, factors: Factors) -> PyTree:
     """The cell's gradient, summed over streams, the leading axis."""
-    rows = groups.by_matrix(factors.weights[:, groups.index])
     leaves, structure = jax.tree.flatten(factors.cotangent)
-    past = [jnp.einsum("bn,bna->na", weight, leaf) for weight, leaf in zip(rows, leaves, strict=True)]
+    past = []
+    for members, leaf in zip(groups.of_matrix(), leaves, strict=True):
+        blocks = leaf.reshape(len(leaf), len(members), -1)  # a group's rows are one weight times one long vector
+        past.append(jnp.einsum("bg,bgr->gr", factors.weights[:, members], blocks).reshape(leaf.shape[1:]))
     return jax.tree.map(jnp.add, jax.tree.unflatten(structure, past), sum_outer(factors.outer))
 
 
@@ -177,56 +176,105 @@ class _Known(NamedTuple):
     """What GIR needs and the noise alone decides, one entry for each weight matrix; time leading.
 
     Attributes:
-      v_v: v_t · v_s inside each group, `[T, T, g]`.
-      v_w: v_t^T w̃_0 for each group's rows, `[T, g, A]`.
+      v_v: v_t · v_{t+1+j} inside each group, `[T, j, g]`, zero past the end.
       square: ‖v_t‖² inside each group, `[T, g]`.
     """
 
     v_v: list[Array]
-    v_w: list[Array]
     square: list[Array]
 
 
-def _known_ahead(groups: Groups, left: Float[Array, "T N"], cotangent: PyTree) -> _Known:
-    known = _Known([], [], [])
-    matrices = zip(groups.by_matrix(left), jax.tree.leaves(cotangent), groups.of_matrix(), strict=True)
-    for v, w, members in matrices:
-        v = v.reshape(len(v), len(members), -1)
-        w = w.reshape(len(members), -1, w.shape[1])
-        known.v_v.append(jnp.einsum("tgn,sgn->tsg", v, v))
-        known.v_w.append(jnp.einsum("tgn,gna->tga", v, w))
+def _known_ahead(groups: Groups, left: Float[Array, "T N"], cotangent: PyTree) -> tuple[list[Array], _Known]:
+    """The projections v_s^T w̃_0 of all steps s, `[s, g, A]` for each weight matrix, and what they will be added."""
+    length = len(left)
+    t, j = np.arange(length)[:, None], np.arange(length)[None, :]
+    inside = (t + 1 + j < length)[:, :, None]
+    ahead, known = [], _Known([], [])
+    for v, w, members in zip(groups.by_matrix(left), jax.tree.leaves(cotangent), groups.of_matrix(), strict=True):
+        v = v.reshape(length, len(members), -1)
+        ahead.append(jnp.einsum("tgn,gna->tga", v, w.reshape(len(members), -1, w.shape[1])))
+        products = jnp.einsum("tgn,sgn->tsg", v, v)
+        known.v_v.append(jnp.where(inside, products[t, np.minimum(t + 1 + j, length - 1)], 0))
         known.square.append(jnp.sum(v**2, axis=2))
-    return known
+    return ahead, known
 
 
 def _cross_and_pulled(
-    groups: Groups, before: Coefficients, known: _Known, history: list[Array], features: list[Array]
+    groups: Groups, ahead: list[Array], known: _Known, features: list[Array]
 ) -> tuple[Float[Array, " G"], Float[Array, " G"]]:
     """v_t^T w̃_{t-1} a_t and ‖v_t‖² ‖a_t‖², for each group."""
-    cross = pulled = jnp.zeros_like(before.sigma)
-    matrices = zip(groups.of_matrix(), known.v_v, known.v_w, known.square, history, features, strict=True)
-    for members, v_v, v_w, square, past, a in matrices:
-        here = before.sigma[members] * (v_w @ a) + (past @ a) @ (before.c[:, members] * v_v)
+    cross = jnp.zeros(groups.count, features[0].dtype)
+    pulled = cross
+    for members, projections, square, a in zip(groups.of_matrix(), ahead, known.square, features, strict=True):
         if groups.count == len(members):
-            cross, pulled = cross + here, pulled + square * (a @ a)
+            cross, pulled = cross + projections[0] @ a, pulled + square * (a @ a)
         else:
-            cross, pulled = cross.at[members].add(here), pulled.at[members].add(square * (a @ a))
+            cross, pulled = cross.at[members].add(projections[0] @ a), pulled.at[members].add(square * (a @ a))
     return cross, pulled
 
 
-def _begin(square_norm: Float[Array, " G"], length: int) -> Coefficients:
-    one = jnp.ones_like(square_norm)
-    return Coefficients(one, jnp.zeros((length, len(one)), one.dtype), square_norm)
+def _look_ahead(
+    groups: Groups, ahead: list[Array], known: _Known, features: list[Array], past: Array, present: Array
+) -> list[Array]:
+    """The projections after a step: divided by γ (`past` is 1/γ), (v_s · v_t) a_t / β added, and the first one gone."""
+    new = []
+    for members, projections, v_v, a in zip(groups.of_matrix(), ahead, known.v_v, features, strict=True):
+        rest = jnp.pad(projections[1:], ((0, 1), (0, 0), (0, 0)))
+        added = (present[members][None] * v_v)[:, :, None] * a[None, None]
+        new.append(past[members][None, :, None] * rest + added)
+    return new
 
 
-def _advance(before: Coefficients, t: Array, past: Array, present: Array, cross: Array, pulled: Array) -> Coefficients:
-    """One step: divide by γ (`past` is 1/γ, `present` 1/β), and add the step's own outer product."""
-    c = jax.lax.dynamic_update_index_in_dim(past[None] * before.c, present, t, 0)
-    kept, added = past**2 * before.square_norm, present**2 * pulled
+def _square_norm(terms: Terms, past: Array, present: Array, cross: Array) -> Float[Array, " G"]:
+    kept, added = past**2 * terms.cotangent, present**2 * terms.pulled
     # Where all but cancels, rounding must not make a square negative, nor zero, which would drop the cotangent.
     floor = jnp.finfo(kept.dtype).eps * (kept + added)
-    square_norm = jnp.maximum(kept + 2 * past * present * cross + added, floor)
-    return Coefficients(past * before.sigma, c, square_norm)
+    return jnp.maximum(kept + 2 * past * present * cross + added, floor)
+
+
+def _reach_back(k: Float[Array, "T G"], past: Float[Array, "T G"], immediate: str) -> tuple[Array, Array]:
+    """Σ_t k_t σ_t, `[G]`, and Σ_{t>=s} k_t c_{s,t} but for the factor 1/β_s, `[T, G]`.
+
+    The sums obey r_s = k_s + r_{s+1}/γ_{s+1}. With the current step exact, k_t belongs to w̃_{t-1}, one step earlier.
+    """
+    first = jnp.zeros_like(k[0])
+    if immediate == "exact":
+        first, k = k[0], jnp.concatenate([k[1:], jnp.zeros_like(k[:1])])
+    ratio = jnp.concatenate([past[1:], jnp.ones_like(past[:1])])
+
+    def join(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
+        return later[0] * earlier[0], earlier[1] + earlier[0] * later[1]
+
+    _, sums = jax.lax.associative_scan(join, (ratio, k), reverse=True)
+    return first + past[0] * sums[0], sums
+
+
+def _write(
+    groups: Groups, cotangent: PyTree, sigma: Array, c: Array, left: Float[Array, "T N"], features: list[Array]
+) -> PyTree:
+    """σ w̃_0 + Σ_s c_s v_s a_s^T, row by row with the coefficients of its group."""
+    structure = jax.tree.structure(cotangent)
+    scaled = groups.by_matrix(left * c[:, groups.index])
+    added = [jnp.einsum("tn,ta->na", v, a) for v, a in zip(scaled, features, strict=True)]
+    kept = groups.scale(cotangent, sigma)
+    return jax.tree.unflatten(structure, [a + b for a, b in zip(added, jax.tree.leaves(kept), strict=True)])
+
+
+def _in_blocks(advance: Callable, carry: PyTree, steps: PyTree, length: int, size: int) -> tuple[PyTree, PyTree]:
+    """`advance(carry, steps)` over stretches of `size` steps, the last one possibly shorter; results joined in time."""
+    whole = length - length % size
+    results = []
+    if whole == size:
+        carry, kept = advance(carry, jax.tree.map(lambda leaf: leaf[:size], steps))
+        results.append(kept)
+    elif whole:
+        stretches = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, size, *leaf.shape[1:]), steps)
+        carry, kept = jax.lax.scan(advance, carry, stretches)
+        results.append(jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), kept))
+    if whole < length:
+        carry, kept = advance(carry, jax.tree.map(lambda leaf: leaf[whole:], steps))
+        results.append(kept)
+    return carry, jax.tree.map(lambda *parts: parts[0] if len(parts) == 1 else jnp.concatenate(parts), *results)
 
 
 def _immediate(

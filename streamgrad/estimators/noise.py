@@ -9,6 +9,7 @@
 Total variance grows with the kurtosis (Corollary 1), so that signs are never worse, and they cost nothing.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,9 +36,17 @@ class Noise(NamedTuple):
     check: Callable[[Any], None] = check_key
 
 
+def _signs(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """One random bit for each sign: 32 times less to draw than by way of a uniform number."""
+    size = math.prod(shape)
+    words = jax.random.bits(key, (-(-size // 32),), jnp.uint32)
+    bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None]) & 1
+    return 2 * bits.reshape(-1)[:size].reshape(shape).astype(dtype) - 1
+
+
 def _sign_gaussian(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     sign_key, normal_key = jax.random.split(key)
-    signs = jax.random.rademacher(sign_key, shape[:1] + (1,) * (len(shape) - 1), dtype)
+    signs = _signs(sign_key, shape[:1] + (1,) * (len(shape) - 1), dtype)
     return signs * jax.random.normal(normal_key, shape, dtype)
 
 
@@ -56,7 +65,7 @@ _NOISES = {
     noise.name: noise
     for noise in (
         Noise("gaussian", jax.random.normal, 0.0),
-        Noise("rademacher", jax.random.rademacher, -2.0),
+        Noise("rademacher", _signs, -2.0),
         Noise("sign_gaussian", _sign_gaussian, 0.0),
         # The caller passes the noise in place of the key: to enumerate sign patterns, or to compare two estimators
         # under the same noise.

@@ -81,9 +81,8 @@ def preuoro(
     matrix_of_row = np.repeat(np.arange(count), layout.rows)
     rescaling.shared(count, None)  # says so now where α does not fit
 
-    def norms(rows: Float[Array, "N S"]) -> Float[Array, " M"]:
-        squares = jnp.sum(rows**2, axis=1)
-        return jnp.sqrt(jnp.zeros(count, rows.dtype).at[matrix_of_row].add(squares))
+    def squares(rows: Float[Array, "N S"]) -> Float[Array, " M"]:
+        return jnp.zeros(count, rows.dtype).at[matrix_of_row].add(jnp.sum(rows**2, axis=1))
 
     def scale(vectors: PyTree, by: Float[Array, " M"]) -> PyTree:
         leaves, structure = jax.tree.flatten(vectors)
@@ -109,10 +108,10 @@ def preuoro(
         pushed = noise * jax.vmap(step.push)(jnp.eye(layout.size, dtype=propagated.dtype))
         pulled = jax.tree.map(lambda a: noise * a, step.features)
 
-        def lengths(vectors: PyTree) -> Float[Array, " M"]:
-            return jnp.stack([jnp.linalg.norm(leaf) for leaf in jax.tree.leaves(vectors)])
+        def square_lengths(vectors: PyTree) -> Float[Array, " M"]:
+            return jnp.stack([leaf @ leaf for leaf in jax.tree.leaves(vectors)])
 
-        terms = Terms(norms(propagated), lengths(memory.cotangent), norms(pushed), lengths(pulled))
+        terms = Terms(squares(propagated), square_lengths(memory.cotangent), squares(pushed), square_lengths(pulled))
         past, present, remembered = rescaling.coefficients(shared, memory.rescaling, terms)
         tangent = past.tangent[matrix_of_row][:, None] * propagated + present.tangent[matrix_of_row][:, None] * pushed
         cotangent = jax.tree.map(jnp.add, scale(memory.cotangent, past.cotangent), scale(pulled, present.cotangent))

@@ -17,13 +17,13 @@ from streamgrad.checks import check_choice, is_traced
 
 
 class Terms(NamedTuple):
-    """The norms of the four terms of the recursion, one for each group.
+    """The squared norms of the four terms of the recursion, one for each group.
 
     Attributes:
-      propagated: ‖(dh_t/dh_{t-1}) h̃_{t-1}‖.
-      cotangent: ‖w̃_{t-1}‖.
-      pushed: ‖(dh_t/dz_t) Q_0 u_t‖.
-      pulled: ‖J_t^T Q_0^{-T} u_t‖.
+      propagated: ‖(dh_t/dh_{t-1}) h̃_{t-1}‖².
+      cotangent: ‖w̃_{t-1}‖².
+      pushed: ‖(dh_t/dz_t) Q_0 u_t‖².
+      pulled: ‖J_t^T Q_0^{-T} u_t‖².
     """
 
     propagated: Float[Array, " G"]
@@ -69,21 +69,22 @@ def _none(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales,
 
 
 def balance(tangent: Float[Array, " G"], cotangent: Float[Array, " G"]) -> Scales:
-    """Scales that make two norms equal: γ² = ‖cotangent‖ / ‖tangent‖, the GIR choice.
+    """Scales that make two norms equal, given their squares: γ⁴ = ‖cotangent‖² / ‖tangent‖², the GIR choice.
 
     Where either norm is zero the pair's product is zero too, and it is dropped: no division by zero, the same mean,
     and no noise from a cotangent that has no tangent.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> scales = balance(jnp.array([1.0, 0.0]), jnp.array([4.0, 4.0]))
+      >>> scales = balance(jnp.array([1.0, 0.0]), jnp.array([16.0, 16.0]))
       >>> scales.tangent.tolist(), scales.cotangent.tolist()
       ([2.0, 0.0], [0.5, 0.0])
     """
     alive = (tangent > 0) & (cotangent > 0)
-    # Roots first: their ratio stays inside the range of float32 where that of the norms would not.
-    up, down = jnp.sqrt(jnp.where(alive, cotangent, 1)), jnp.sqrt(jnp.where(alive, tangent, 1))
-    return Scales(jnp.where(alive, up / down, 0), jnp.where(alive, down / up, 0))
+    # Roots first: their ratio stays inside the range of float32 where that of the squares would not.
+    fourth = jnp.sqrt(jnp.where(alive, cotangent, 1)) / jnp.sqrt(jnp.where(alive, tangent, 1))
+    gamma = jnp.sqrt(fourth)
+    return Scales(jnp.where(alive, gamma, 0), jnp.where(alive, 1 / gamma, 0))
 
 
 def _gir(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales, PyTree]:

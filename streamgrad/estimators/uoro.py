@@ -124,10 +124,10 @@ def uoro(
         pushed = jax.vmap(step.push)(partition.split(noise.right))
         pulled = step.pull(noise.left)
         terms = Terms(
-            jnp.linalg.norm(propagated, axis=1),
-            jnp.sqrt(memory.square_norm),
-            jnp.linalg.norm(pushed, axis=1),
-            jnp.sqrt(partition.square_norms(pulled)),
+            jnp.sum(propagated**2, axis=1),
+            memory.square_norm,
+            jnp.sum(pushed**2, axis=1),
+            partition.square_norms(pulled),
         )
         past, present, remembered = rescaling.coefficients(shared.rescaling, memory.rescaling, terms)
         tangent = past.tangent[:, None] * propagated + present.tangent[:, None] * pushed
