@@ -14,8 +14,8 @@ one weighted sum and one matrix product, and w̃ is written once per chunk. GIR'
     ‖w̃_t‖² = ‖w̃_{t-1}‖²/γ² + 2/(γβ) v_t^T w̃_{t-1} a_t + ‖v_t‖²‖a_t‖²/β²,
 
 whose middle term comes from the projections v_s^T w̃_{t-1} of all the steps s that are still ahead: the noise is known,
-so that they begin as one product, v_s^T w̃_0, and each step adds (v_s · v_t) a_t / β_t to them. That costs T A per step,
-so that where the weights have few rows a chunk is taken in blocks, with w̃ written after each.
+so that they begin as one product, v_s^T w̃_0, and each step adds (v_s · v_t) a_t / β_t to them. That is done at once for
+the few steps that follow, and as a matrix product every few steps for the rest.
 """
 
 from collections.abc import Callable
@@ -50,9 +50,13 @@ class Factors(NamedTuple):
     outer: Outer
 
 
+# Steps after which GIR's projections of all later steps are brought up to date.
+FEW = 8
+
+
 def block_length(length: int, size: int) -> int:
     """How many steps GIR takes between two writes of w̃: so few that the projections cost little beside N A."""
-    return min(length, max(8, min(64, size // 16)))
+    return min(length, max(2 * FEW, min(256, size // 4)))
 
 
 def factored_parts(
@@ -79,23 +83,26 @@ def factored_parts(
       The function.
     """
 
-    def advance_block(
-        params: Params, shared: PyTree, carry: tuple[PyTree, PyTree], steps: tuple
-    ) -> tuple[tuple[PyTree, PyTree], dict[str, PyTree]]:
-        """Take state, tangent and cotangent through a block; returns what the gradient needs of each step."""
-        cell_state, memory = carry
-        inputs, reset, noise = steps
+    def advance_few(params: Params, shared: PyTree, carry: tuple, steps: tuple) -> tuple[tuple, dict[str, PyTree]]:
+        """Take state and tangent through a few steps; returns what the gradient needs of each of them."""
+        cell_state, tangent, remembered, square_norm, ahead, offset = carry
+        inputs, reset, right, known = steps
         fresh = init(params)
-        ahead, known = _known_ahead(groups, noise.left, memory.cotangent) if rescaling.uses_norms else (None, None)
+        count = len(right)
+        here = None
+        if known is not None:  # the projections of these steps alone, and their products among themselves
+            here = [jax.lax.dynamic_slice_in_dim(leaf, offset, count) for leaf in ahead]
+            inside = [jax.lax.dynamic_slice_in_dim(leaf, offset, count, axis=1) for leaf in known.v_v]
+            steps = (inputs, reset, right, _Known(inside, known.square))
 
         def step(carry: tuple, now: tuple) -> tuple[tuple, dict[str, PyTree]]:
-            cell_state, tangent, remembered, square_norm, ahead = carry
-            x, reset, right, known = now
+            cell_state, tangent, remembered, square_norm, here = carry
+            t, (x, reset, right, known) = now
             cell_state = restart(reset, fresh.cell, cell_state)
             tangent = restart(reset, fresh.memory.tangent, tangent)
             remembered = restart(reset, fresh.memory.rescaling, remembered)
             square_norm = restart(reset, fresh.memory.square_norm, square_norm)
-            ahead = restart(reset, jax.tree.map(jnp.zeros_like, ahead), ahead)
+            here = restart(reset, jax.tree.map(jnp.zeros_like, here), here)
 
             at = linearise(cut, params.cell, cell_state, x)
             propagated = jax.vmap(at.propagate)(tangent)
@@ -103,7 +110,7 @@ def factored_parts(
             a = jax.tree.leaves(at.features)
             cross, terms = square_norm, Terms(square_norm, square_norm, square_norm, square_norm)
             if known is not None:  # else the rescaling does not look at them
-                cross, pulled = _cross_and_pulled(groups, ahead, known, a)
+                cross, pulled = _cross_and_pulled(groups, here, t, known, a)
                 terms = Terms(jnp.sum(propagated**2, axis=1), square_norm, jnp.sum(pushed**2, axis=1), pulled)
             past, present, remembered = rescaling.coefficients(shared.rescaling, remembered, terms)
             tangent = past.tangent[:, None] * propagated + present.tangent[:, None] * pushed
@@ -111,25 +118,42 @@ def factored_parts(
                 "state": at.state,
                 "tangent": tangent if immediate == "estimated" else propagated,
                 "features": a,
-                "past": restart(reset, jnp.zeros_like(past.cotangent), past.cotangent),
-                "present": present.cotangent,
-                "gamma": past.tangent,
-                "beta": present.tangent,
+                # As one array, since everything that is kept costs a write of its own at every step.
+                "scales": jnp.stack([past.tangent, present.tangent]),
             }
             if known is not None:
-                ahead = _look_ahead(groups, ahead, known, a, past.cotangent, present.cotangent)
+                here = _look_ahead(groups, here, known.v_v, a, past.cotangent, present.cotangent)
                 square_norm = _square_norm(terms, past.cotangent, present.cotangent, cross)
             if immediate == "exact":
                 kept["before"] = cell_state
-            return (at.state, tangent, remembered, square_norm, ahead), kept
+            return (at.state, tangent, remembered, square_norm, here), kept
 
-        begin = (cell_state, memory.tangent, memory.rescaling, memory.square_norm, ahead)
-        end, kept = jax.lax.scan(step, begin, (inputs, reset, noise.right, known))
-        cell_state, tangent, remembered, _, _ = end
-        # What is left of w̃_0 and of each outer product at the end: the product of 1/γ over the steps that follow.
-        following = jax.lax.associative_scan(jnp.multiply, kept["past"], reverse=True)
-        c = kept["present"] * jnp.concatenate([following[1:], jnp.ones_like(following[:1])])
-        cotangent = _write(groups, memory.cotangent, following[0], c, noise.left, kept["features"])
+        begin = (cell_state, tangent, remembered, square_norm, here)
+        end, kept = jax.lax.scan(step, begin, (jnp.arange(count), steps))
+        if known is not None:
+            sigma, c = _left_at_the_end(*_cotangent_scales(kept["scales"], reset))
+            ahead = _look_further_ahead(groups, ahead, known.v_v, kept["features"], sigma, c)
+        return (*end[:4], ahead, offset + count), kept
+
+    def advance_block(params: Params, shared: PyTree, carry: tuple, steps: tuple) -> tuple[tuple, dict[str, PyTree]]:
+        """Take state, tangent and cotangent through a block."""
+        cell_state, memory = carry
+        inputs, reset, noise = steps
+        ahead, known, few = None, None, len(noise.left)
+        if rescaling.uses_norms:
+            ahead, known = _known_ahead(groups, noise.left, memory.cotangent)
+            few = min(few, FEW)
+        begin = (cell_state, memory.tangent, memory.rescaling, memory.square_norm, ahead, jnp.zeros((), jnp.int32))
+        end, kept = in_blocks(
+            lambda carry, steps: advance_few(params, shared, carry, steps),
+            begin,
+            (inputs, reset, noise.right, known),
+            len(noise.left),
+            few,
+        )
+        cell_state, tangent, remembered = end[:3]
+        sigma, c = _left_at_the_end(*_cotangent_scales(kept["scales"], reset))
+        cotangent = _write(groups, memory.cotangent, sigma, c, noise.left, kept["features"])
         # The norm is taken anew from what is written, so that its rounding errors do not outlive the block.
         new = type(memory)(tangent, cotangent, groups.square_norms(cotangent), remembered)
         return (cell_state, new), kept
@@ -138,7 +162,7 @@ def factored_parts(
         length = leading_length(chunk, "time")
         noise = draw(state.shared, key, length, real_dtype(params.cell))
         size = block_length(length, noise.left.shape[1]) if rescaling.uses_norms else length
-        (cell_state, memory), kept = _in_blocks(
+        (cell_state, memory), kept = in_blocks(
             lambda carry, steps: advance_block(params, state.shared, carry, steps),
             (state.cell, state.memory),
             (chunk.inputs, chunk.reset, noise),
@@ -147,8 +171,9 @@ def factored_parts(
         )
         loss, head_grads, dl_dstate = model.read_out_chunk(params.head, kept["state"], chunk.targets)
         k = jnp.einsum("tgs,ts->tg", kept["tangent"], dl_dstate)
-        weight, sums = _reach_back(k, kept["past"], immediate)
-        left = noise.left * (kept["present"] * sums)[:, groups.index]
+        past, present = _cotangent_scales(kept["scales"], chunk.reset)
+        weight, sums = _reach_back(k, past, immediate)
+        left = noise.left * (present * sums)[:, groups.index]
         if immediate == "exact":
             left = left + _immediate(cut, params.cell, kept["before"], chunk.inputs, dl_dstate)
         structure = jax.tree.structure(params.cell)
@@ -156,7 +181,7 @@ def factored_parts(
             jax.tree.unflatten(structure, groups.by_matrix(left)), jax.tree.unflatten(structure, kept["features"])
         )
         factors = Factors(weight, state.memory.cotangent, outer)
-        info = Info(loss, {"gamma": kept["gamma"], "beta": kept["beta"]})
+        info = Info(loss, {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]})
         return (factors, head_grads), EstimatorState(cell_state, memory, state.shared), info
 
     return parts
@@ -176,7 +201,7 @@ class _Known(NamedTuple):
     """What GIR needs and the noise alone decides, one entry for each weight matrix; time leading.
 
     Attributes:
-      v_v: v_t · v_{t+1+j} inside each group, `[T, j, g]`, zero past the end.
+      v_v: v_t · v_s inside each group, `[T, s, g]`.
       square: ‖v_t‖² inside each group, `[T, g]`.
     """
 
@@ -186,42 +211,52 @@ class _Known(NamedTuple):
 
 def _known_ahead(groups: Groups, left: Float[Array, "T N"], cotangent: PyTree) -> tuple[list[Array], _Known]:
     """The projections v_s^T w̃_0 of all steps s, `[s, g, A]` for each weight matrix, and what they will be added."""
-    length = len(left)
-    t, j = np.arange(length)[:, None], np.arange(length)[None, :]
-    inside = (t + 1 + j < length)[:, :, None]
     ahead, known = [], _Known([], [])
     for v, w, members in zip(groups.by_matrix(left), jax.tree.leaves(cotangent), groups.of_matrix(), strict=True):
-        v = v.reshape(length, len(members), -1)
+        v = v.reshape(len(left), len(members), -1)
         ahead.append(jnp.einsum("tgn,gna->tga", v, w.reshape(len(members), -1, w.shape[1])))
-        products = jnp.einsum("tgn,sgn->tsg", v, v)
-        known.v_v.append(jnp.where(inside, products[t, np.minimum(t + 1 + j, length - 1)], 0))
+        known.v_v.append(jnp.einsum("tgn,sgn->tsg", v, v))
         known.square.append(jnp.sum(v**2, axis=2))
     return ahead, known
 
 
 def _cross_and_pulled(
-    groups: Groups, ahead: list[Array], known: _Known, features: list[Array]
+    groups: Groups, ahead: list[Array], t: Array, known: _Known, features: list[Array]
 ) -> tuple[Float[Array, " G"], Float[Array, " G"]]:
     """v_t^T w̃_{t-1} a_t and ‖v_t‖² ‖a_t‖², for each group."""
     cross = jnp.zeros(groups.count, features[0].dtype)
     pulled = cross
     for members, projections, square, a in zip(groups.of_matrix(), ahead, known.square, features, strict=True):
+        here = jax.lax.dynamic_index_in_dim(projections, t, 0, keepdims=False) @ a
         if groups.count == len(members):
-            cross, pulled = cross + projections[0] @ a, pulled + square * (a @ a)
+            cross, pulled = cross + here, pulled + square * (a @ a)
         else:
-            cross, pulled = cross.at[members].add(projections[0] @ a), pulled.at[members].add(square * (a @ a))
+            cross, pulled = cross.at[members].add(here), pulled.at[members].add(square * (a @ a))
     return cross, pulled
 
 
 def _look_ahead(
-    groups: Groups, ahead: list[Array], known: _Known, features: list[Array], past: Array, present: Array
+    groups: Groups, here: list[Array], v_v: list[Array], features: list[Array], past: Array, present: Array
 ) -> list[Array]:
-    """The projections after a step: divided by γ (`past` is 1/γ), (v_s · v_t) a_t / β added, and the first one gone."""
+    """The projections of the few next steps after one: divided by γ (`past` is 1/γ), (v_s · v_t) a_t / β added.
+
+    Those of steps that have passed are carried along: a buffer that is updated all over is updated in place.
+    """
     new = []
-    for members, projections, v_v, a in zip(groups.of_matrix(), ahead, known.v_v, features, strict=True):
-        rest = jnp.pad(projections[1:], ((0, 1), (0, 0), (0, 0)))
-        added = (present[members][None] * v_v)[:, :, None] * a[None, None]
-        new.append(past[members][None, :, None] * rest + added)
+    for members, projections, products, a in zip(groups.of_matrix(), here, v_v, features, strict=True):
+        added = (present[members][None] * products)[:, :, None] * a[None, None]
+        new.append(past[members][None, :, None] * projections + added)
+    return new
+
+
+def _look_further_ahead(
+    groups: Groups, ahead: list[Array], v_v: list[Array], features: list[Array], sigma: Array, c: Array
+) -> list[Array]:
+    """The projections of all steps of the block after a few: the same, with those few as one matrix product."""
+    new = []
+    for members, projections, products, a in zip(groups.of_matrix(), ahead, v_v, features, strict=True):
+        added = jnp.einsum("tsg,ta->sga", c[:, members][:, None] * products, a)
+        new.append(sigma[members][None, :, None] * projections + added)
     return new
 
 
@@ -230,6 +265,19 @@ def _square_norm(terms: Terms, past: Array, present: Array, cross: Array) -> Flo
     # Where all but cancels, rounding must not make a square negative, nor zero, which would drop the cotangent.
     floor = jnp.finfo(kept.dtype).eps * (kept + added)
     return jnp.maximum(kept + 2 * past * present * cross + added, floor)
+
+
+def _cotangent_scales(scales: Float[Array, "T 2 G"], reset: Array | None) -> tuple[Array, Array]:
+    """1/γ and 1/β from γ and β, `[T, G]` each; zero stays zero, and nothing passes a reset."""
+    inverse = jnp.where(scales > 0, 1 / jnp.where(scales > 0, scales, 1), 0)
+    past, present = inverse[:, 0], inverse[:, 1]
+    return (past if reset is None else jnp.where(reset[:, None], 0, past)), present
+
+
+def _left_at_the_end(past: Float[Array, "T G"], present: Float[Array, "T G"]) -> tuple[Array, Array]:
+    """What is left of w̃_0, `[G]`, and of each outer product, `[T, G]`: 1/γ over all steps that follow, times 1/β."""
+    following = jax.lax.associative_scan(jnp.multiply, past, reverse=True)
+    return following[0], present * jnp.concatenate([following[1:], jnp.ones_like(following[:1])])
 
 
 def _reach_back(k: Float[Array, "T G"], past: Float[Array, "T G"], immediate: str) -> tuple[Array, Array]:
@@ -260,7 +308,7 @@ def _write(
     return jax.tree.unflatten(structure, [a + b for a, b in zip(added, jax.tree.leaves(kept), strict=True)])
 
 
-def _in_blocks(advance: Callable, carry: PyTree, steps: PyTree, length: int, size: int) -> tuple[PyTree, PyTree]:
+def in_blocks(advance: Callable, carry: PyTree, steps: PyTree, length: int, size: int) -> tuple[PyTree, PyTree]:
     """`advance(carry, steps)` over stretches of `size` steps, the last one possibly shorter; results joined in time."""
     whole = length - length % size
     results = []

@@ -68,7 +68,7 @@ def make_groups(layout: Layout, cut: str, count: Any, q0: Any = None) -> Groups:
 
     With several weight matrices no group spans two of them: a block that does is split where one ends. That keeps
     J J^T a multiple of the identity inside a group, which the theory of Sections 7.1 and 7.2 asks for. The exception
-    is a full matrix `q0` with one group, which may mix all preactivations and so makes one group of all matrices.
+    is one group with a full `q0` that mixes the preactivations of two matrices: then it is one group of all of them.
 
     Args:
       layout: the sizes at the cut.
@@ -93,14 +93,14 @@ def make_groups(layout: Layout, cut: str, count: Any, q0: Any = None) -> Groups:
             f"groups must divide the {layout.size} preactivations into blocks of the same size: "
             f"choose one of {', '.join(map(str, divisors))}, not {count}."
         )
-    if q0 is not None and np.ndim(q0) == 2 and count == 1:
-        return Groups(1, np.zeros(layout.size, int), layout.rows)
     block = np.arange(layout.size) // (layout.size // count)
     matrix = np.repeat(np.arange(len(layout.rows)), layout.rows)
-    _, index = np.unique(np.stack([block, matrix]), axis=1, return_inverse=True)
-    index = index.reshape(-1)
-    if q0 is not None and np.ndim(q0) == 2 and not is_traced(q0):
+    index = np.unique(np.stack([block, matrix]), axis=1, return_inverse=True)[1].reshape(-1)
+    if q0 is not None and np.ndim(q0) == 2:
         across = index[:, None] != index[None, :]
-        if np.any(np.asarray(q0)[across] != 0):
+        mixes = bool(np.any(across)) and (is_traced(q0) or bool(np.any(np.asarray(q0)[across] != 0)))
+        if mixes and count == 1:
+            index = np.zeros(layout.size, int)
+        elif mixes and not is_traced(q0):
             raise ValueError("q0 must not mix two groups: its entries between groups must be zero.")
     return Groups(int(index.max()) + 1, index, layout.rows)
