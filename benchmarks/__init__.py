@@ -1,0 +1,1 @@
+"""Benchmarks: cost per step, memory, against peers."""
