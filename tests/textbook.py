@@ -1,4 +1,4 @@
-"""The variance theory as the paper writes it, with every vector and matrix stacked: slow, and the oracle of the fast one.
+"""The variance theory as the paper writes it, everything stacked: slow, and the oracle of the fast one.
 
 Equations are those of Sections 6.4 and 6.5 with the corrections of docs/errata.md.
 """

@@ -1,10 +1,10 @@
 """C, B, V(Q) and the total variance of long episodes, without ever holding b in memory.
 
-`collect` keeps T² N numbers: half a gigabyte for 784 steps of an LSTM with 50 units, for one stream. All that C, B and the
-variances depend on is g_{q,r} = Σ_{t>=q} b_r^(t). For r >= q it is g_{r,r}, which one reverse pass gives; for r < q the
-functions here go back from blocks of q at once, and reduce what they see on the way. Memory does not grow with T² N,
-but with T times the size of the state, and with C itself. They equal the functions of the same names for an `Episode`
-to rounding. All work at preactivations, for one stream; `jax.vmap` over chunks for many.
+`collect` keeps T² N numbers: half a gigabyte for 784 steps of an LSTM with 50 units, for one stream. All that C, B and
+the variances depend on is g_{q,r} = Σ_{t>=q} b_r^(t). For r >= q it is g_{r,r}, which one reverse pass gives; for r < q
+the functions here go back from blocks of q at once, and reduce what they see on the way. Memory does not grow with
+T² N, but with T times the size of the state, and with C itself. They equal the functions of the same names for an
+`Episode` to rounding. All work at preactivations, for one stream; `jax.vmap` over chunks for many.
 """
 
 from typing import Any

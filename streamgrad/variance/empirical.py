@@ -35,7 +35,7 @@ class _Sums(NamedTuple):
     """Moments of a number of samples, to be merged.
 
     Attributes:
-      count: how many.
+      size: how many.
       mean: of x, the sample less a fixed centre.
       spread: Σ (x - mean)² of each entry.
       norm: mean of d = ‖x‖².
@@ -43,7 +43,7 @@ class _Sums(NamedTuple):
       product: Σ (d - mean of d) (x - mean), needed where the centre was not quite the mean.
     """
 
-    count: Array
+    size: Array
     mean: Array
     spread: Array
     norm: Array
@@ -54,8 +54,8 @@ class _Sums(NamedTuple):
 def empirical(est: GradientEstimator, params: Params, chunk: Chunk, key: Array, n: int, block: int = 256) -> Empirical:
     """Measure the mean and the variance of an estimator of one chunk over n keys.
 
-    Samples are drawn in blocks and merged by Welford's rule (in the form of Chan et al.), so that memory holds one block
-    of gradients and a few vectors, whatever n is.
+    Samples are drawn in blocks and merged by Welford's rule (in the form of Chan et al.), so that memory holds one
+    block of gradients and a few vectors, whatever n is.
 
     Args:
       est: any estimator, also a batched one.
@@ -122,10 +122,10 @@ def empirical(est: GradientEstimator, params: Params, chunk: Chunk, key: Array, 
 
 
 def _merge(a: _Sums, b: _Sums) -> _Sums:
-    count = a.count + b.count
+    count = a.size + b.size
     apart, norm_apart = b.mean - a.mean, b.norm - a.norm
-    share = b.count / count
-    weight = a.count * share
+    share = b.size / count
+    weight = a.size * share
     return _Sums(
         count,
         a.mean + share * apart,

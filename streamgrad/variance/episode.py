@@ -1,12 +1,13 @@
 """Everything about one episode that the variance of its gradient estimate depends on."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad._typing import Array, Float, Int
+from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, Model, Params
 from streamgrad.variance.sweep import check_episode, padded_length, record, rows_of, same_episode, sweep
 
@@ -19,8 +20,8 @@ class Episode:
     Attributes:
       loss: L_t, `[T]`.
       b: b_s^(t) = dL_t/dz_s as `b[t, s]`, `[T, T, N]`; zero for s > t, and across resets.
-      features: at preactivations a_t, `[T, A]`; with several weight matrices a tuple of such, in the order of the leaves
-        of the cell's parameters. None at the state cut.
+      features: at preactivations a_t, `[T, A]`; with several weight matrices a tuple of such, in the order of the
+        leaves of the cell's parameters. None at the state cut.
       gradient: of the summed loss, exact, like the model's parameters.
       episode: how many resets each step has behind it, `[T]`; the first step counts as one.
       jacobian: at the state cut J_t = dh_t/dθ_t, `[T, N, P]`, parameters ravelled. None at preactivations, where
@@ -29,12 +30,13 @@ class Episode:
       rows: how many preactivations each weight matrix has; (N,) at the state cut.
     """
 
-    loss: Float[Array, " T"]
-    b: Float[Array, "T T N"]
-    features: Float[Array, "T _"] | tuple[Float[Array, "T _"], ...] | None
-    gradient: Params
-    episode: Int[Array, " T"]
-    jacobian: Float[Array, "T N P"] | None
+    # Not annotated with shapes: mapped over, every leaf has a batch axis, and JAX puts other things in their places.
+    loss: Any
+    b: Any
+    features: Any
+    gradient: Any
+    episode: Any
+    jacobian: Any
     cut: str = dataclasses.field(metadata={"static": True})
     rows: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 

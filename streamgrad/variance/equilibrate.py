@@ -9,6 +9,7 @@ with single steps, of whatever size, but is slow where whole groups of steps are
 Newton's method is good, which in turn is poor far away from the minimum. Hence both.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -53,9 +54,7 @@ class Solution(NamedTuple):
         )
 
 
-def optimal_alpha(
-    c: Float[Array, "T T"], max_iterations: int = 50, tolerance: float | None = None, sweeps: int = 2
-) -> Solution:
+def optimal_alpha(c: Any, max_iterations: int = 50, tolerance: float | None = None, sweeps: int = 2) -> Solution:
     """The α that minimises V(Q) for a given C (Section 7.1.1 and Appendix C).
 
         minimise over α > 0:   Σ_{q,r} (α_r² / α_q²) C[q, r]
@@ -68,7 +67,7 @@ def optimal_alpha(
       what V loses by it is far below rounding.
 
     Args:
-      c: C, not negative. `jax.vmap` over a batch of them, such as one for each group.
+      c: C, `[T, T]`, not negative. `jax.vmap` over a batch of them, such as one for each group.
       max_iterations: the largest number of Newton steps.
       tolerance: of the residual; by default ε^(2/3), 4e-11 in float64 and 2e-5 in float32.
       sweeps: how many sweeps of Osborne's coordinate steps come first.
@@ -96,10 +95,14 @@ def optimal_alpha(
         raise ValueError("C must not be negative anywhere.")
     c = jnp.asarray(c)
     c = c if jnp.issubdtype(c.dtype, jnp.floating) else c.astype(jnp.result_type(float))
-    eps = jnp.finfo(c.dtype).eps
-    tolerance = float(eps) ** (2 / 3) if tolerance is None else tolerance
-    length = shape[0]
+    tolerance = float(jnp.finfo(c.dtype).eps) ** (2 / 3) if tolerance is None else float(tolerance)
+    return _solve(c, max_iterations, tolerance, sweeps)
 
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _solve(c: Float[Array, "T T"], max_iterations: int, tolerance: float, sweeps: int) -> Solution:
+    eps = jnp.finfo(c.dtype).eps
+    length = c.shape[0]
     off = jnp.where(np.eye(length, dtype=bool), 0, c)
     alive = (jnp.max(off, axis=0) > 0) | (jnp.max(off, axis=1) > 0)
     log_c = _log_filled(off, alive)

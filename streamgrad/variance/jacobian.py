@@ -1,4 +1,4 @@
-"""The variance of a single Jacobian estimate h̃_t w̃_t^T over τ, and the α that minimises it (Section 6.1, Appendix B)."""
+"""The variance over τ of a single Jacobian estimate, and the α that minimises it (Section 6.1, Appendix B)."""
 
 from typing import Any, NamedTuple
 

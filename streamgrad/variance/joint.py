@@ -41,7 +41,7 @@ def optimise(ep: Episode, groups: int = 1, rounds: int = 5, damping: float = 0.0
 
     Args:
       ep: from `collect`, at preactivations.
-      groups: as in `uoro`; each group has its own α and block of Q_0.
+      groups: as in `uoro`; each group has its own α and block of Q_0. With several weight matrices at least 2.
       rounds: how many.
       damping: of Q_0, as in `optimal_q0`.
 
@@ -58,6 +58,11 @@ def optimise(ep: Episode, groups: int = 1, rounds: int = 5, damping: float = 0.0
       True
     """
     check_size(rounds=rounds)
+    if groups == 1 and len(ep.rows) > 1:
+        raise ValueError(
+            f"with {len(ep.rows)} weight matrices a full Q_0 and one group would make one group of all of them: "
+            "choose at least 2 groups, which keeps the matrices apart."
+        )
     partition_of = spatial_of(ep, groups, None).groups
     index = partition_of.index
 

@@ -34,8 +34,8 @@ def v(ep: Episode, alpha: Any = None, q0: Any = None, groups: int = 1) -> Float[
     Args:
       ep: from `collect`.
       alpha: `[T]`, `[T, G]` with one for each group, or None for ones.
-      q0: Q_0, `[N, N]`, a diagonal `[N]`, or None for the identity. A matrix must not mix two groups; with one group and
-        several weight matrices it may, and makes one group of all of them, as in `uoro`.
+      q0: Q_0, `[N, N]`, a diagonal `[N]`, or None for the identity. A matrix must not mix two groups; with one group
+        and several weight matrices it may, and makes one group of all of them, as in `uoro`.
       groups: as in `uoro`.
 
     Returns:

@@ -34,7 +34,7 @@ class TraceProduct(NamedTuple):
     value: Float[Array, ""]
 
 
-def optimal_q0(b: Float[Array, "N N"], damping: float = 0.005, groups: Any = None) -> Float[Array, "N N"]:
+def optimal_q0(b: Any, damping: float = 0.005, groups: Any = None) -> Float[Array, "N N"]:
     """The Q_0 that minimises V(Q) for a given B, damped (Section 7.1.2; the printed exponent 1/4 lacks its sign).
 
         Q_0 = (B + damping tr(B)/N I)^{-1/4}
@@ -43,7 +43,7 @@ def optimal_q0(b: Float[Array, "N N"], damping: float = 0.005, groups: Any = Non
     estimate may be, not quite positive: eigenvalues below ε times the largest count as that.
 
     Args:
-      b: B, symmetric.
+      b: B, `[N, N]`, symmetric.
       damping: how much of the mean eigenvalue to add to all of them.
       groups: None for one group, or to which group each entry belongs, `[N]`: each group is then damped on its own, and
         Q_0 is exactly zero between groups. `partition(ep, groups)` gives it.
@@ -63,6 +63,7 @@ def optimal_q0(b: Float[Array, "N N"], damping: float = 0.005, groups: Any = Non
     if index.shape != (size,):
         raise ValueError(f"groups must say to which group each of the {size} entries belongs, not {index.shape}.")
     mine = index[:, None] == index[None, :]
+    b = jnp.asarray(b)
     b = jnp.where(mine, (b + b.T) / 2, 0)
     # Scale-free, and ready for float32: each group relative to the mean of its own eigenvalues.
     mean = jnp.asarray(mine, b.dtype) @ jnp.diagonal(b) / mine.sum(axis=1)
@@ -77,11 +78,11 @@ def optimal_q0(b: Float[Array, "N N"], damping: float = 0.005, groups: Any = Non
     return root * scale[:, None] ** -0.25 * scale[None, :] ** -0.25
 
 
-def predicted_gain(b: Float[Array, "N N"]) -> Gain:
+def predicted_gain(b: Any) -> Gain:
     """What noise shaping saves: tr(B^{1/2})² against tr(B) N (Section 7.1.2).
 
     Args:
-      b: B, for one group.
+      b: B, `[N, N]`, for one group.
 
     Returns:
       Both, and their quotient; 1 where B is zero.
@@ -93,19 +94,20 @@ def predicted_gain(b: Float[Array, "N N"]) -> Gain:
       (16.0, 20.0, 1.25)
     """
     size = _check_square("B", b)
+    b = jnp.asarray(b)
     values = jnp.maximum(jnp.linalg.eigvalsh((b + b.T) / 2), 0)
     shaped, plain = jnp.sum(jnp.sqrt(values)) ** 2, jnp.sum(values) * size
     return Gain(shaped, plain, jnp.where(shaped > 0, plain / jnp.where(shaped > 0, shaped, 1), 1))
 
 
-def minimise_trace_product(x: Float[Array, "N N"], y: Float[Array, "N N"]) -> TraceProduct:
+def minimise_trace_product(x: Any, y: Any) -> TraceProduct:
     """Minimise tr(X A) tr(Y A^{-1}) over positive definite A (Appendix E).
 
         A = X^{-1/2} (X^{1/2} Y X^{1/2})^{1/2} X^{-1/2},    so that A X A = Y
 
     Args:
-      x: X, symmetric and positive definite.
-      y: Y, symmetric and positive definite.
+      x: X, `[N, N]`, symmetric and positive definite.
+      y: Y, `[N, N]`, symmetric and positive definite.
 
     Returns:
       A and the minimum, tr((X Y)^{1/2})². Where X or Y is singular the minimum need not be attained; A is then the
@@ -118,7 +120,8 @@ def minimise_trace_product(x: Float[Array, "N N"], y: Float[Array, "N N"]) -> Tr
       9.0
     """
     if _check_square("X", x) != _check_square("Y", y):
-        raise ValueError(f"X and Y must have the same shape, not {x.shape} and {y.shape}.")
+        raise ValueError(f"X and Y must have the same shape, not {np.shape(x)} and {np.shape(y)}.")
+    x, y = jnp.asarray(x), jnp.asarray(y)
     values, vectors = _floored_eigh(x)
     root = (vectors * jnp.sqrt(values)[None, :]) @ vectors.T
     inverse_root = (vectors / jnp.sqrt(values)[None, :]) @ vectors.T

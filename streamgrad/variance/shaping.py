@@ -86,7 +86,7 @@ def make_alpha(alpha: Any, length: int, columns: int, dtype: Any, what: str = "g
     return jnp.broadcast_to(values[:, None] if values.ndim == 1 else values, (length, columns))
 
 
-def squeeze_groups(x: Float[Array, "T G"]) -> Float[Array, "T *G"]:
+def squeeze_groups(x: Float[Array, "T G"]) -> Array:
     """`[T]` where there is one group, so that the common case stays simple; `[T, G]` where there are several."""
     return x[:, 0] if x.shape[1] == 1 else x
 

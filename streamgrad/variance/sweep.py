@@ -1,11 +1,11 @@
 """Reverse passes from every step of an episode at once, over one linearisation of each transition.
 
 Two families of gradients are wanted: b_s^(t) = dL_t/dz_s, and g_{q,r} = Σ_{t>=q} b_r^(t), all that C, B, V(Q) and the
-total variance depend on. For r >= q causality makes g_{q,r} = g_{r,r}, which one reverse pass gives for all r. For r < q
-no loss is added on the way back from q to r. Both families are therefore the same thing: a gradient with respect to
-the state at step q (dL_q/dh_q, or that of all losses from q on), taken back through the steps r <= q. `sweep` does it
-for blocks of q, with one linearisation of a step for all q of the block, and lets the caller reduce what it sees; so
-that at no time more than one block's gradients at one step r need be in memory.
+total variance depend on. For r >= q causality makes g_{q,r} = g_{r,r}, which one reverse pass gives for all r. For
+r < q no loss is added on the way back from q to r. Both families are therefore the same thing: a gradient with respect
+to the state at step q (dL_q/dh_q, or that of all losses from q on), taken back through the steps r <= q. `sweep` does
+it for blocks of q, with one linearisation of a step for all q of the block, and lets the caller reduce what it sees;
+so that at no time more than one block's gradients at one step r need be in memory.
 """
 
 from collections.abc import Callable
