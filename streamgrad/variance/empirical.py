@@ -1,6 +1,6 @@
 """The mean and the variance of any estimator, measured over many keys."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class _Sums(NamedTuple):
     product: Array
 
 
-def empirical(est: GradientEstimator, params: Params, chunk: Chunk, key: Array, n: int, block: int = 256) -> Empirical:
+def empirical(est: GradientEstimator, params: Params, chunk: Chunk, key: Any, n: int, block: int = 256) -> Empirical:
     """Measure the mean and the variance of an estimator of one chunk over n keys.
 
     Samples are drawn in blocks and merged by Welford's rule (in the form of Chan et al.), so that memory holds one

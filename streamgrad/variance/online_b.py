@@ -85,7 +85,7 @@ class BEstimate(NamedTuple):
     n: Float[Array, "T N"]
 
 
-def draw_b_noise(key: Array, length: int, size: int, dtype: Any = None, noise: str = "rademacher") -> BNoise:
+def draw_b_noise(key: Any, length: int, size: int, dtype: Any = None, noise: str = "rademacher") -> BNoise:
     """Draw the four noises.
 
     Args:
