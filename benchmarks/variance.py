@@ -23,6 +23,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+# LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,21 +144,20 @@ def costs(options: argparse.Namespace, model: sg.Model, params: sg.Params, chunk
     arguments = ["--length", str(options.length), "--streams", str(options.streams), "--hidden", str(options.hidden)]
     arguments += ["--block", str(options.block)] if options.block else []
     arguments += ["--data", options.data] if options.data else []
-    unit = memory_of_bptt = None
-    for name, task in found.items():
-        took = seconds(task, params, chunk, options.repeats)
-        memory = alone(name, arguments)
-        unit, memory_of_bptt = unit or took, memory_of_bptt or memory
+    # All times first: to fork a process upsets the thread pools of the linear algebra of this one.
+    times = {name: seconds(task, params, chunk, options.repeats) for name, task in found.items()}
+    memory = {name: alone(name, arguments) for name in found}
+    for name, took in times.items():
         rows.append(
             {
                 "task": name,
                 "ms": round(1e3 * took, 2),
-                "times bptt": round(took / unit, 1),
-                "peak MB": round(memory / 1e6),
-                "over bptt MB": round((memory - memory_of_bptt) / 1e6),
+                "times bptt": round(took / times["bptt"], 1),
+                "peak MB": round(memory[name] / 1e6),
+                "over bptt MB": round((memory[name] - memory["bptt"]) / 1e6),
             }
         )
-        print(table(rows[-1:], header=len(rows) == 1), flush=True)
+    print(table(rows))
     return rows
 
 
@@ -192,9 +194,9 @@ def alphas(model: sg.Model, params: sg.Params, chunk: sg.Chunk, samples: int) ->
     return rows
 
 
-def table(rows: list[dict[str, Any]], header: bool = True) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """Rows as Markdown."""
-    lines = [f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])] if header else []
+    lines = [f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
     return "\n".join(lines + [f"| {' | '.join(str(v) for v in row.values())} |" for row in rows])
 
 
