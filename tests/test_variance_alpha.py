@@ -51,7 +51,7 @@ def value(c: np.ndarray, alpha: np.ndarray) -> float:
 
 def test_hard_matrices_are_balanced():
     worst = max(
-        imbalance(c, sol.alpha[: len(c)].astype(float)) for c, sol in zip(hard_matrices(), solutions(), strict=True)
+        imbalance(c, np.asarray(sol.alpha)[: len(c)]) for c, sol in zip(hard_matrices(), solutions(), strict=True)
     )
     assert worst < 1e-8
     assert max(int(sol.iterations) for sol in solutions()) <= 50
@@ -65,7 +65,7 @@ def test_no_worse_than_scipy():
     """
     for i, (c, sol) in enumerate(zip(hard_matrices(), solutions(), strict=True)):
         off = c - np.diag(np.diag(c))
-        alpha = sol.alpha[: len(c)]
+        alpha = np.asarray(sol.alpha)[: len(c)]
 
         def objective(zeta, off=off):
             bar = off * np.exp(zeta[None, :] - zeta[:, None])

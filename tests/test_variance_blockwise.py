@@ -7,6 +7,7 @@ import pytest
 import tools
 
 import streamgrad as sg
+from streamgrad.estimators.groups import make_groups
 
 LENGTH = 7
 bw = sg.variance.blockwise
@@ -20,9 +21,7 @@ def test_equals_the_episode(cell, groups, reset, block):
     model = tools.make_model(cell, 1, 2)
     params = tools.make_params(model)
     chunk = tools.make_chunk(model, LENGTH, reset=reset)
-    index = sg.estimators.groups.make_groups(
-        sg.cuts.layout(model.cell, model.cell.cuts["preactivation"]), "preactivation", groups
-    ).index
+    index = make_groups(sg.cuts.layout(model.cell, model.cell.cuts["preactivation"]), "preactivation", groups).index
     q0 = np.where(index[:, None] == index[None, :], tools.random_q0(len(index)), 0)
     alpha = tools.random_alpha(LENGTH, index.max() + 1)
 
@@ -75,7 +74,9 @@ def test_memory_does_not_grow_with_the_square_of_time():
     def bytes_for(length):
         chunk = sg.Chunk(jnp.zeros((length, 1)), jnp.zeros((length, 2)))
         compiled = jax.jit(lambda chunk: bw.b_matrix(model, params, chunk, block=8)).lower(chunk).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     # one mask of T² bytes is allowed, T² N numbers are not
     assert bytes_for(256) < 256 * 256 * 8 * 4

@@ -11,6 +11,8 @@ import tools
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
+from streamgrad.estimators.groups import make_groups
+from streamgrad.variance.objective import dense_jacobian
 
 LENGTH = 3
 # Cell, inputs and hidden units; all have four preactivations, so that 2^12 patterns are all there are.
@@ -34,7 +36,7 @@ def enumerated(est, params, chunk, patterns):
 def blocks_q0(model, groups, seed=1):
     """A matrix that does not mix groups."""
     layout = sg.cuts.layout(model.cell, model.cell.cuts["preactivation"])
-    index = np.array(sg.estimators.groups.make_groups(layout, "preactivation", groups).index)
+    index = np.array(make_groups(layout, "preactivation", groups).index)
     return np.where(index[:, None] == index[None, :], tools.random_q0(layout.size, seed), 0), index
 
 
@@ -48,7 +50,7 @@ def test_collect_is_the_definition(cell, cut, reset, block):
     ep = jax.jit(lambda: sg.variance.collect(model, params, chunk, cut, block=block))()
     b = textbook.gradients(model, params, chunk, cut, 5, ep.size)
     np.testing.assert_allclose(ep.b, b, atol=1e-12)
-    jacobian = sg.variance.objective.dense_jacobian(ep)
+    jacobian = dense_jacobian(ep)
     if cell != "stack":  # there an upper layer's z depends on the lower one's θ, but its displacement does not
         np.testing.assert_allclose(jacobian, textbook.jacobians(model, params, chunk, cut), atol=1e-12)
     np.testing.assert_allclose(jnp.einsum("tsi,sip->p", ep.b, jacobian), ravel_pytree(ep.gradient.cell)[0], atol=1e-12)

@@ -7,6 +7,7 @@ import pytest
 import scipy.optimize
 import textbook
 import tools
+from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 
@@ -60,7 +61,7 @@ def test_single_jacobian_estimate(reset):
 
 
 def jacobian_of_the_last_state(model, params, chunk):
-    flat, unravel = jax.flatten_util.ravel_pytree(params.cell)
+    flat, unravel = ravel_pytree(params.cell)
     reset = textbook.resets(chunk)
 
     def last(flat):
@@ -68,7 +69,7 @@ def jacobian_of_the_last_state(model, params, chunk):
         for t in range(len(reset)):
             state = model.init_state(params) if reset[t] else state
             state = model.cell.step(unravel(flat), state, chunk.inputs[t])
-        return jax.flatten_util.ravel_pytree(state)[0]
+        return ravel_pytree(state)[0]
 
     return jax.jit(jax.jacrev(last))(flat)
 
@@ -177,17 +178,22 @@ def test_online_b_by_full_enumeration(cell, rescale):
     else:  # given σ and τ the halves are independent, so that their means are all that is needed: 2^8 patterns
         halves = jnp.asarray(tools.all_signs(length, size))
         means = [np.zeros((size, size)) for _ in range(length)]
-        run = jax.jit(
-            jax.vmap(
-                lambda n: sg.variance.estimate_b(model, params, chunk, n, alpha, groups, rescale).m,
-                in_axes=(sg.variance.BNoise(None, None, 0, None),),
-            )
-        )
-        for temporal in tools.all_signs(2, length):
-            m = jnp.mean(run(sg.variance.BNoise(*map(jnp.asarray, temporal), halves, jnp.ones((length, size)))), axis=0)
+        one = jnp.ones((length, size))
+
+        @jax.jit
+        def mean_of_half(sigma, tau):
+            def half(nu):
+                noise = sg.variance.BNoise(sigma, tau, nu, one)
+                return sg.variance.estimate_b(model, params, chunk, noise, alpha, groups, rescale).m
+
+            return jnp.mean(jax.vmap(half)(halves), axis=0)
+
+        for sigma, tau in tools.all_signs(2, length):
+            m = mean_of_half(jnp.asarray(sigma), jnp.asarray(tau))
             means = [mean + np.outer(m[k], m[k]) / 16 for k, mean in enumerate(means)]
     b = np.asarray(ep.b)
     norms = np.asarray(ep.feature_norms)[:, np.repeat(np.arange(len(ep.rows)), ep.rows)]
+    want = np.zeros((size, size))
     for k in range(length):
         want = np.zeros((size, size))
         for s in range(k + 1):

@@ -59,7 +59,7 @@ def jacobians(model, params, chunk, cut):
 def stacked(b, jac, alpha, q0, episode):
     """b^(t), Q, J and S^(t) of Section 6.4, over all steps at once."""
     length, _, size = b.shape
-    q = scipy.linalg.block_diag(*[a * np.asarray(q0) for a in np.asarray(alpha)])
+    q = np.asarray(scipy.linalg.block_diag(*[a * np.asarray(q0) for a in np.asarray(alpha)]))
     j = np.asarray(jac).reshape(length * size, -1)
     s = [
         np.diag(np.repeat([float(r <= t and episode[r] == episode[t]) for r in range(length)], size))
