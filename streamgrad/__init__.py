@@ -5,7 +5,7 @@ est = sg.uoro(model)
 grads, state, info = est.update(params, state, chunk, key)
 """
 
-from streamgrad import cells, cuts, estimators, heads
+from streamgrad import cells, cuts, estimators, heads, variance
 from streamgrad.base import (
     Cell,
     Chunk,
@@ -46,4 +46,5 @@ __all__ = [
     "spatial_rtrl",
     "tbptt",
     "uoro",
+    "variance",
 ]

@@ -1,0 +1,71 @@
+"""How noisy a gradient estimate is, and what would make it less so (Sections 6 to 8, appendices A to F and H).
+
+ep = sg.variance.collect(model, params, chunk)
+sol = sg.variance.optimal_alpha(sg.variance.c_matrix(ep))
+sg.variance.total_variance(ep, sol.alpha, kurtosis=-2.0)
+"""
+
+from streamgrad.variance import blockwise
+from streamgrad.variance.empirical import Empirical, empirical
+from streamgrad.variance.episode import Episode, collect
+from streamgrad.variance.equilibrate import Solution, optimal_alpha
+from streamgrad.variance.greedy import Expectations, Greedy, greedy, greedy_coefficients
+from streamgrad.variance.jacobian import JacobianTerms, jacobian_alpha, jacobian_terms, jacobian_variance
+from streamgrad.variance.joint import Joint, optimise, partition
+from streamgrad.variance.matrices import b_matrix, c_matrix
+from streamgrad.variance.objective import (
+    covariance,
+    preuoro_covariance,
+    preuoro_total_variance,
+    preuoro_v,
+    total_variance,
+    v,
+)
+from streamgrad.variance.online_b import BEstimate, BNoise, draw_b_noise, estimate_b
+from streamgrad.variance.optimal_q import (
+    Gain,
+    TraceProduct,
+    diagonal_q0,
+    minimise_trace_product,
+    optimal_q0,
+    predicted_gain,
+)
+
+__all__ = [
+    "BEstimate",
+    "BNoise",
+    "Empirical",
+    "Episode",
+    "Expectations",
+    "Gain",
+    "Greedy",
+    "JacobianTerms",
+    "Joint",
+    "Solution",
+    "TraceProduct",
+    "b_matrix",
+    "blockwise",
+    "c_matrix",
+    "collect",
+    "covariance",
+    "diagonal_q0",
+    "draw_b_noise",
+    "empirical",
+    "estimate_b",
+    "greedy",
+    "greedy_coefficients",
+    "jacobian_alpha",
+    "jacobian_terms",
+    "jacobian_variance",
+    "minimise_trace_product",
+    "optimal_alpha",
+    "optimal_q0",
+    "optimise",
+    "partition",
+    "predicted_gain",
+    "preuoro_covariance",
+    "preuoro_total_variance",
+    "preuoro_v",
+    "total_variance",
+    "v",
+]

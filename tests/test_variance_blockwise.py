@@ -1,0 +1,82 @@
+"""C, B, V and the total variance straight from the stream equal those of the collected episode."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tools
+
+import streamgrad as sg
+from streamgrad.estimators.groups import make_groups
+
+LENGTH = 7
+bw = sg.variance.blockwise
+
+
+@pytest.mark.parametrize(
+    ("cell", "groups", "reset", "block"),
+    [("vanilla", 1, None, 3), ("lstm", 2, (3,), 2), ("gru", 4, None, 7), ("gru", 2, (2, 5), 3), ("lstm", 1, None, 32)],
+)
+def test_equals_the_episode(cell, groups, reset, block):
+    model = tools.make_model(cell, 1, 2)
+    params = tools.make_params(model)
+    chunk = tools.make_chunk(model, LENGTH, reset=reset)
+    index = make_groups(sg.cuts.layout(model.cell, model.cell.cuts["preactivation"]), "preactivation", groups).index
+    q0 = np.where(index[:, None] == index[None, :], tools.random_q0(len(index)), 0)
+    alpha = tools.random_alpha(LENGTH, index.max() + 1)
+
+    @jax.jit
+    def both():
+        ep = sg.variance.collect(model, params, chunk)
+        here = (model, params, chunk)
+        episode = (
+            sg.variance.c_matrix(ep, q0, groups),
+            sg.variance.c_matrix(ep, q0, groups, per_group=True),
+            sg.variance.b_matrix(ep, alpha, groups),
+            sg.variance.v(ep, alpha, q0, groups),
+            sg.variance.total_variance(ep, alpha, q0, -2.0, groups),
+        )
+        streamed = (
+            bw.c_matrix(*here, q0, groups, block=block),
+            bw.c_matrix(*here, q0, groups, per_group=True, block=block),
+            bw.b_matrix(*here, alpha, groups, block=block),
+            bw.v(*here, alpha, q0, groups, block=block),
+            bw.total_variance(*here, alpha, q0, -2.0, groups, block=block),
+        )
+        return episode, streamed
+
+    for want, got in zip(*both(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12 * np.abs(want).max())
+
+
+def test_one_reverse_pass_on_the_truncated_loss_is_g():
+    """g_{q,r} = d(Σ_{t>=q} L_t)/dz_r: what `future` says, from automatic differentiation alone."""
+    import textbook
+
+    model = tools.make_model("lstm", 1, 1)
+    params = tools.make_params(model)
+    chunk = tools.make_chunk(model, 4)
+    ep = jax.jit(lambda: sg.variance.collect(model, params, chunk))()
+
+    def truncated(dz, q):
+        return jnp.sum(jnp.where(jnp.arange(4) >= q, textbook.losses(model, params, chunk, "preactivation", dz), 0))
+
+    grad = jax.jit(jax.grad(truncated))
+    for q in range(4):
+        np.testing.assert_allclose(ep.future[q], grad(jnp.zeros((4, ep.size)), q), atol=1e-13)
+
+
+def test_memory_does_not_grow_with_the_square_of_time():
+    """What the compiler sets aside for B at 4 times the length is nowhere near 16 times as much."""
+    model = sg.Model(sg.cells.vanilla(1, 8), sg.heads.squared_error(2))
+    params = tools.make_params(model)
+
+    def bytes_for(length):
+        chunk = sg.Chunk(jnp.zeros((length, 1)), jnp.zeros((length, 2)))
+        compiled = jax.jit(lambda chunk: bw.b_matrix(model, params, chunk, block=8)).lower(chunk).compile()
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    # one mask of T² bytes is allowed, T² N numbers are not
+    assert bytes_for(256) < 256 * 256 * 8 * 4
