@@ -1,0 +1,111 @@
+"""The factored form of UORO is the plain one, to rounding: every cell, rescaling, Q_0 and grouping, resets in mid-chunk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import streamgrad as sg
+from streamgrad.estimators import factored
+from tests.tools import cut_size, error, make_chunk, make_model, make_params, random_alpha, split
+
+# Longer than a block of GIR (16 steps for so few rows), and no multiple of it nor of the few steps inside.
+LENGTHS = (37, 5, 16)
+
+
+def both_forms(model, dtype, reset, **options):
+    """Sum of gradients, last state and diagnostics over three chunks, plain and factored."""
+    params = make_params(model, dtype=dtype)
+    chunks = list(split(make_chunk(model, sum(LENGTHS), dtype=dtype, reset=reset), LENGTHS))
+    results = []
+    for form in ("plain", "factored"):
+        est = sg.uoro(model, form=form, **options)
+        state, total = est.init(params), None
+        for i, chunk in enumerate(chunks):
+            grads, state, info = est.update(params, state, chunk, jax.random.key(i))
+            total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        results.append((total, state, info))
+    return results
+
+
+OPTIONS = {
+    "gir": {},
+    "gaussian": {"noise": "gaussian"},
+    "none": {"rescale": "none"},
+    "alpha": {"rescale": random_alpha(sum(LENGTHS))},
+    "exact": {"immediate": "exact"},
+    "groups": {"groups": 2},
+    "all groups": {"groups": "N"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("cell", ["vanilla", "lstm", "gru", "stack"])
+def test_factored_is_plain(cell, options):
+    model = make_model(cell)
+    n = cut_size(model, "preactivation")
+    options = dict(OPTIONS[options])
+    options["groups"] = n if options.get("groups") == "N" else min(options.get("groups", 1), n)
+    if n % options["groups"]:
+        options["groups"] = 3
+    plain, fast = both_forms(model, jnp.float64, reset=(3, 20, 37), **options)
+    for a, b in zip(jax.tree.leaves(fast), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10 * float(jnp.max(jnp.abs(b)) + 1e-300))
+
+
+@pytest.mark.parametrize("cell", ["vanilla", "lstm", "gru"])
+def test_float32(cell):
+    """Within 1e-5 of the largest entry, resets in mid-chunk."""
+    plain, fast = both_forms(make_model(cell, n_hidden=4), jnp.float32, reset=(3, 20))
+    assert error(fast[0], plain[0]) < 1e-5
+    assert error(fast[1].memory.cotangent, plain[1].memory.cotangent) < 1e-5
+
+
+def test_shaped_noise():
+    """A full Q_0 that is not symmetric, over several weight matrices."""
+    model = make_model("gru")
+    q0 = np.random.default_rng(0).normal(size=(8, 8)) + 2 * np.eye(8)
+    plain, fast = both_forms(model, jnp.float64, reset=(20,), q0=q0, immediate="exact")
+    assert error(fast, plain) < 1e-10
+
+
+def test_the_form_is_chosen():
+    """Factored for chunks, plain for a single step and elsewhere; groups of uneven size fall back, too."""
+    model = make_model("vanilla", n_hidden=4)
+    params = make_params(model)
+
+    def touches(est, length):
+        """How many writes of a cotangent's shape a program makes inside its loops."""
+        chunk = make_chunk(model, length)
+        program = str(jax.make_jaxpr(est.update)(params, est.init(params), chunk, jax.random.key(0)))
+        return program.count("outer") + program.count("f64[4,6] = mul")
+
+    assert touches(sg.uoro(model, form="plain"), 5) > touches(sg.uoro(model), 5)
+    plain, auto = sg.uoro(model, form="plain"), sg.uoro(model)
+    chunk, key = make_chunk(model, 1), jax.random.key(0)
+    for est in (plain, auto):
+        est.update(params, est.init(params), chunk, key)
+    uneven = make_model("stack")  # rows 1, 2, 2 and 4
+    groups = sg.uoro(uneven, groups=3)
+    grads, _, _ = groups.update(make_params(uneven), groups.init(make_params(uneven)), make_chunk(uneven, 5), key)
+    assert np.all(np.isfinite(jax.flatten_util.ravel_pytree(grads)[0]))
+
+
+def test_no_norm_is_lost_to_cancellation():
+    """Where w̃ all but cancels, the recursion's square stays positive, and the cotangent is not dropped."""
+    terms = factored.Terms(jnp.ones(1), jnp.ones(1), jnp.ones(1), jnp.ones(1))
+    square = factored._square_norm(terms, jnp.ones(1), jnp.ones(1), -jnp.ones(1))
+    assert 0 < float(square[0]) < 1e-12
+
+
+def test_blocks_cover_every_length():
+    """Stretches of any size, the last one shorter, give what one long stretch gives."""
+
+    def advance(carry, steps):
+        return jax.lax.scan(lambda total, x: (total + x, total + x), carry, steps)
+
+    steps = jnp.arange(23.0)
+    for size in (1, 4, 8, 23):
+        end, kept = factored.in_blocks(advance, 0.0, steps, 23, size)
+        np.testing.assert_array_equal(kept, np.cumsum(steps))
+        assert end == np.sum(steps)
