@@ -1,4 +1,4 @@
-"""The factored form of UORO is the plain one, to rounding: every cell, rescaling, Q_0 and grouping, resets in mid-chunk."""
+"""The factored form of UORO is the plain one, to rounding: every cell, rescaling, Q_0, grouping, and resets."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def both_forms(model, dtype, reset, **options):
     params = make_params(model, dtype=dtype)
     chunks = list(split(make_chunk(model, sum(LENGTHS), dtype=dtype, reset=reset), LENGTHS))
     results = []
-    for form in ("plain", "factored"):
+    for form in ("plain", "auto"):
         est = sg.uoro(model, form=form, **options)
         state, total = est.init(params), None
         for i, chunk in enumerate(chunks):
@@ -70,7 +70,7 @@ def test_shaped_noise():
 
 
 def test_the_form_is_chosen():
-    """Factored for chunks, plain for a single step and elsewhere; groups of uneven size fall back, too."""
+    """Factored by itself; groups of uneven size fall back on the plain form."""
     model = make_model("vanilla", n_hidden=4)
     params = make_params(model)
 
@@ -81,10 +81,7 @@ def test_the_form_is_chosen():
         return program.count("outer") + program.count("f64[4,6] = mul")
 
     assert touches(sg.uoro(model, form="plain"), 5) > touches(sg.uoro(model), 5)
-    plain, auto = sg.uoro(model, form="plain"), sg.uoro(model)
-    chunk, key = make_chunk(model, 1), jax.random.key(0)
-    for est in (plain, auto):
-        est.update(params, est.init(params), chunk, key)
+    key = jax.random.key(0)
     uneven = make_model("stack")  # rows 1, 2, 2 and 4
     groups = sg.uoro(uneven, groups=3)
     grads, _, _ = groups.update(make_params(uneven), groups.init(make_params(uneven)), make_chunk(uneven, 5), key)

@@ -6,6 +6,7 @@ estimate unbiased.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -40,17 +41,18 @@ class Shaped(NamedTuple):
 def shaping(q0: Any, dtype: Any = None) -> Shaping | None:
     """Make the pair of Q_0 and its inverse; None stands for the identity.
 
-    Args:
-      q0: `[N, N]`, `[N]` for a diagonal matrix, or None.
-      dtype: of the result; by default that of `q0`.
+        Args:
+          q0: `[N, N]`, `[N]` for a diagonal matrix, or None.
+          dtype: of the result; by default that of `q0`.
 
-    Returns:
-      The pair, or None.
+        Returns:
+          The pair, or None.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> shaping(jnp.array([2.0, 4.0])).inverse.tolist()
-      [0.5, 0.25]
+        Example:
+          >>> import jax
+    import jax.numpy as jnp
+          >>> shaping(jnp.array([2.0, 4.0])).inverse.tolist()
+          [0.5, 0.25]
     """
     if q0 is None:
         return None
@@ -61,12 +63,15 @@ def shaping(q0: Any, dtype: Any = None) -> Shaping | None:
 def shape_noise(pair: Shaping | None, u: Float[Array, "T N"]) -> Shaped:
     """Q_0 u and Q_0^{-T} u for all of a chunk's noise at once.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> shaped = shape_noise(shaping(jnp.array([[1.0, 1.0], [0.0, 1.0]])), jnp.array([[1.0, 2.0]]))
-      >>> shaped.right.tolist(), shaped.left.tolist()
-      ([[3.0, 2.0]], [[1.0, 1.0]])
+        Example:
+          >>> import jax
+    import jax.numpy as jnp
+          >>> shaped = shape_noise(shaping(jnp.array([[1.0, 1.0], [0.0, 1.0]])), jnp.array([[1.0, 2.0]]))
+          >>> shaped.right.tolist(), shaped.left.tolist()
+          ([[3.0, 2.0]], [[1.0, 1.0]])
     """
+    # Drawn once: without the barrier the compiler may draw anew wherever an entry is used, up to P times.
+    u = jax.lax.optimization_barrier(u)
     if pair is None:
         return Shaped(u, u)
     if pair.q0.ndim == 1:

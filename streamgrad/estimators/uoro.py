@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from streamgrad import cuts
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Influence, Info, Model, Params, real_dtype
-from streamgrad.checks import check_choice, find_cut, leading_length
+from streamgrad.base import Chunk, GradientEstimator, Influence, Model, Params, real_dtype
+from streamgrad.checks import check_choice, find_cut
 from streamgrad.cuts import Step
 from streamgrad.estimators.factored import Factors, factored_parts, is_even, sum_factors
 from streamgrad.estimators.groups import make_groups
@@ -73,8 +73,8 @@ def uoro(
       q0: Q_0, an invertible matrix `[N, N]` or diagonal `[N]`; None is the identity.
       immediate: "estimated", or "exact": the variant of Tallec and Ollivier, which backpropagates the current step and
         estimates the past alone.
-      form: how it is computed, not what: "factored" touches the cotangent once per chunk (preactivations only), "plain"
-        at every step, "auto" chooses the faster.
+      form: how it is computed, not what: "auto" touches the cotangent once per chunk where it can (at preactivations,
+        with groups of the same size in each weight matrix), "plain" at every step, as the equations stand.
 
     Returns:
       The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`.
@@ -97,7 +97,7 @@ def uoro(
     source = find_noise(noise)
     rescaling = find_rescaling(rescale)
     check_choice("immediate", immediate, ("estimated", "exact"))
-    check_choice("form", form, ("auto", "plain", "factored"))
+    check_choice("form", form, ("auto", "plain"))
     layout = cuts.layout(model.cell, vertex)
     check_q0(q0, layout.size)
     partition = make_groups(layout, cut, groups, q0)
@@ -152,19 +152,12 @@ def uoro(
     begin, plain, plain_total = online_parts(model, Influence(vertex, init, advance, contract, draw, shared))
     if form == "plain" or cut != "preactivation" or not is_even(partition):
         return estimator(model, begin, plain, plain_total, check)
+
+    def total(summands: tuple[Factors, PyTree]) -> Params:
+        return Params(sum_factors(partition, summands[0]), sum_over_streams(summands[1]))
+
     factored = factored_parts(model, vertex, partition, rescaling, draw, begin, immediate)
-
-    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[PyTree, EstimatorState, Info]:
-        # A single step has nothing to put off: the plain recursion reads and writes the cotangent once as well.
-        one_step = form == "auto" and leading_length(chunk, "time") == 1
-        return (plain if one_step else factored)(params, state, chunk, key)
-
-    def total(summands: tuple[PyTree, PyTree]) -> Params:
-        if isinstance(summands[0], Factors):
-            return Params(sum_factors(partition, summands[0]), sum_over_streams(summands[1]))
-        return plain_total(summands)
-
-    return estimator(model, begin, parts, total, check)
+    return estimator(model, begin, factored, total, check)
 
 
 def check_alpha_length(rescaling: Rescaling, chunk: Chunk, length: int) -> None:
