@@ -36,10 +36,15 @@ class Noise(NamedTuple):
     check: Callable[[Any], None] = check_key
 
 
+def _drawn_once(numbers: Array) -> Array:
+    """Without a barrier the compiler may draw a number anew wherever it is used, as often as a row has weights."""
+    return jax.lax.optimization_barrier(numbers)
+
+
 def _signs(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """One random bit for each sign: 32 times less to draw than by way of a uniform number."""
     size = math.prod(shape)
-    words = jax.random.bits(key, (-(-size // 32),), jnp.uint32)
+    words = _drawn_once(jax.random.bits(key, (-(-size // 32),), jnp.uint32))
     bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None]) & 1
     return 2 * bits.reshape(-1)[:size].reshape(shape).astype(dtype) - 1
 
@@ -47,7 +52,11 @@ def _signs(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 def _sign_gaussian(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     sign_key, normal_key = jax.random.split(key)
     signs = _signs(sign_key, shape[:1] + (1,) * (len(shape) - 1), dtype)
-    return signs * jax.random.normal(normal_key, shape, dtype)
+    return _drawn_once(signs * jax.random.normal(normal_key, shape, dtype))
+
+
+def _gaussian(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return _drawn_once(jax.random.normal(key, shape, dtype))
 
 
 def _given(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -64,7 +73,7 @@ def _check_given(noise: Any) -> None:
 _NOISES = {
     noise.name: noise
     for noise in (
-        Noise("gaussian", jax.random.normal, 0.0),
+        Noise("gaussian", _gaussian, 0.0),
         Noise("rademacher", _signs, -2.0),
         Noise("sign_gaussian", _sign_gaussian, 0.0),
         # The caller passes the noise in place of the key: to enumerate sign patterns, or to compare two estimators

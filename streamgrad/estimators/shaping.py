@@ -6,7 +6,6 @@ estimate unbiased.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -70,8 +69,6 @@ def shape_noise(pair: Shaping | None, u: Float[Array, "T N"]) -> Shaped:
           >>> shaped.right.tolist(), shaped.left.tolist()
           ([[3.0, 2.0]], [[1.0, 1.0]])
     """
-    # Drawn once: without the barrier the compiler may draw anew wherever an entry is used, up to P times.
-    u = jax.lax.optimization_barrier(u)
     if pair is None:
         return Shaped(u, u)
     if pair.q0.ndim == 1:
