@@ -144,6 +144,50 @@ def preuoro(model, params, chunk, tau, matrices, alpha=None, gir=False):
     return total
 
 
+def greedy(model, params, chunk, cut, u, q0, decay):
+    """UORO with the coefficients of Appendix D, expectations being weighted sums over the steps of the episode.
+
+    Returns the gradient, β and γ. Squares of h̃ and w̃ are kept in the present scale, which γ changes.
+    """
+    inverse, total, betas, gammas = np.linalg.inv(q0), 0.0, [], []
+    for s, noise in zip(jacobians(model, params, chunk, cut), u, strict=True):
+        if s["reset"] or not betas:
+            h, w = np.zeros(len(s["dl_dh"])), np.zeros(s["pull"].shape[1])
+            seen_present, pulled, seen_past, cotangent = [], [], [], []
+        right, left = s["push"] @ q0 @ noise, noise @ inverse @ s["pull"]
+        forwarded = s["propagate"] @ h
+        seen_present.append(np.sum((s["dl_dh"] @ s["push"] @ q0) ** 2))
+        pulled.append(left @ left)
+        seen_past.append((s["dl_dh"] @ forwarded) ** 2)
+        cotangent.append(w @ w)
+        weights = decay ** np.arange(len(pulled))[::-1]
+        beta = (weights @ pulled / (weights @ seen_present)) ** 0.25
+        gamma = (weights @ cotangent / (weights @ seen_past)) ** 0.25 if w.any() else 1.0
+        seen_past, cotangent = [gamma**2 * x for x in seen_past], [x / gamma**2 for x in cotangent]
+        h, w = gamma * forwarded + beta * right, w / gamma + left / beta
+        total = total + (s["dl_dh"] @ h) * w
+        betas.append(beta)
+        gammas.append(gamma)
+    return total, betas, gammas
+
+
+def nobacktrack(model, params, chunk, u):
+    """Section 6.3: q_i² ∝ ‖dh_i/dθ‖ at every step, with a geometric mean of 1, and GIR for the two sums."""
+    steps = jacobians(model, params, chunk, "state")
+    total = np.zeros(steps[0]["pull"].shape[1])
+    h, w = np.zeros(len(u[0])), np.zeros(total.shape)
+    for s, noise in zip(steps, u, strict=True):
+        if s["reset"]:
+            h, w = 0 * h, 0 * w
+        norms = np.linalg.norm(s["pull"], axis=1)
+        q = np.sqrt(norms / np.exp(np.mean(np.log(norms))))
+        forwarded, w = balanced(s["propagate"] @ h, w)
+        right, left = balanced(q * noise, (noise / q) @ s["pull"])
+        h, w = forwarded + right, w + left
+        total = total + (s["dl_dh"] @ h) * w
+    return total
+
+
 def total_gradient_estimate(model, params, chunk, cut, u, q0, alpha):
     """Equation 8: Σ_t b^(t)T Q u u^T Q^{-1} S^(t) J, from the unrolled network, without any recursion."""
     vertex = model.cell.cuts[cut]

@@ -24,12 +24,16 @@ class Terms(NamedTuple):
       cotangent: ‖w̃_{t-1}‖².
       pushed: ‖(dh_t/dz_t) Q_0 u_t‖².
       pulled: ‖J_t^T Q_0^{-T} u_t‖².
+      seen_propagated: (dL_t/dh_t (dh_t/dh_{t-1}) h̃_{t-1})², what the loss sees of the past; None unless asked for.
+      seen_pushed: E(dL_t/dh_t (dh_t/dz_t) Q_0 u_t)² = ‖dL_t/dz_t Q_0‖², likewise; the noise averages out exactly.
     """
 
     propagated: Float[Array, " G"]
     cotangent: Float[Array, " G"]
     pushed: Float[Array, " G"]
     pulled: Float[Array, " G"]
+    seen_propagated: Float[Array, " G"] | None = None
+    seen_pushed: Float[Array, " G"] | None = None
 
 
 class Scales(NamedTuple):
@@ -48,18 +52,24 @@ class Rescaling(NamedTuple):
     Attributes:
       name: what it is called.
       shared: `shared(groups, dtype)`, what all streams have in common (α), or None.
-      init: `init()`, what a stream remembers (its position in the episode), or None.
+      init: `init(groups, dtype)`, what a stream remembers (its position in the episode), or None; a reset forgets it.
       coefficients: `coefficients(shared, memory, terms) -> (past, present, memory)`.
       length: number of steps it knows of, or None for any.
       uses_norms: whether `coefficients` looks at `terms`; what it does not need is not computed.
+      uses_loss: whether it looks at what the loss sees of them, which only a step-by-step recursion can tell it.
     """
 
     name: str
     shared: Callable[[int, Any], PyTree]
-    init: Callable[[], PyTree]
+    init: Callable[[int, Any], PyTree]
     coefficients: Callable[[PyTree, PyTree, Terms], tuple[Scales, Scales, PyTree]]
     length: int | None = None
     uses_norms: bool = False
+    uses_loss: bool = False
+
+
+def _nothing(groups: int, dtype: Any) -> None:
+    del groups, dtype
 
 
 def _none(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales, PyTree]:
@@ -68,11 +78,12 @@ def _none(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales,
     return Scales(one, one), Scales(one, one), memory
 
 
-def balance(tangent: Float[Array, " G"], cotangent: Float[Array, " G"]) -> Scales:
+def balance(tangent: Float[Array, "*G"], cotangent: Float[Array, "*G"], otherwise: float = 0.0) -> Scales:
     """Scales that make two norms equal, given their squares: γ⁴ = ‖cotangent‖² / ‖tangent‖², the GIR choice.
 
-    Where either norm is zero the pair's product is zero too, and it is dropped: no division by zero, the same mean,
-    and no noise from a cotangent that has no tangent.
+    Where either norm is zero the scales are `otherwise`. 0 drops the pair, whose product is zero too: no division by
+    zero, the same mean, and no noise from a cotangent that has no tangent. Squares that can be zero where the terms
+    are not need 1, which keeps the pair as it is.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,12 +95,77 @@ def balance(tangent: Float[Array, " G"], cotangent: Float[Array, " G"]) -> Scale
     # Roots first: their ratio stays inside the range of float32 where that of the squares would not.
     fourth = jnp.sqrt(jnp.where(alive, cotangent, 1)) / jnp.sqrt(jnp.where(alive, tangent, 1))
     gamma = jnp.sqrt(fourth)
-    return Scales(jnp.where(alive, gamma, 0), jnp.where(alive, 1 / gamma, 0))
+    return Scales(jnp.where(alive, gamma, otherwise), jnp.where(alive, 1 / gamma, otherwise))
 
 
 def _gir(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales, PyTree]:
     del shared
     return balance(terms.propagated, terms.cotangent), balance(terms.pushed, terms.pulled), memory
+
+
+class Averages(NamedTuple):
+    """Running averages of four squares, from which `greedy` takes its coefficients.
+
+    Attributes:
+      seen_propagated: of `Terms.seen_propagated`, in the present scale of h̃.
+      cotangent: of `Terms.cotangent`, in the present scale of w̃.
+      seen_pushed: of `Terms.seen_pushed`.
+      pulled: of `Terms.pulled`.
+    """
+
+    seen_propagated: Float[Array, " G"]
+    cotangent: Float[Array, " G"]
+    seen_pushed: Float[Array, " G"]
+    pulled: Float[Array, " G"]
+
+
+def greedy(decay: float = 0.9) -> Rescaling:
+    """The greedy online coefficients, which look at what the loss sees (Appendix D).
+
+        β_s⁴ = E‖u_s^T Q_0^{-1} J_s‖² / E(dL_s/dh_s (dh_s/dz_s) Q_0 u_s)²
+        γ_s⁴ = E‖w̃_{s-1}‖²           / E(dL_s/dh_s (dh_s/dh_{s-1}) h̃_{s-1})²
+
+    One stream has one noise, so that expectations become averages over steps up to the current one: a step that lies k
+    steps back counts decay^k. The denominator of β needs no noise, only the average, as a step may be without a loss.
+    All that is averaged depends on the noise of its own step through squares, at most, so the estimate stays unbiased.
+    Until the loss has seen anything of a pair, its coefficient is 1. A reset begins the averages anew.
+
+    Args:
+      decay: in [0, 1); 0 takes each step's squares as they are.
+
+    Returns:
+      The rescaling; `rescale="greedy"` is the one with the default decay.
+
+    Example:
+      >>> import streamgrad as sg
+      >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.softmax(2))
+      >>> est = sg.uoro(model, rescale=sg.estimators.greedy(decay=0.99))
+    """
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+        raise ValueError(f"decay must be a number of at least 0 and below 1, not {decay!r}.")
+
+    def init(groups: int, dtype: Any) -> Averages:
+        zero = jnp.zeros(groups, dtype)
+        return Averages(zero, zero, zero, zero)
+
+    def average(before: Array, now: Array | None) -> Array:
+        assert now is not None, "the estimator must compute what the loss sees"
+        # The weights add up to less than 1 at first, which cancels in the quotients. An infinity would never leave.
+        return jnp.minimum(decay * before + (1 - decay) * now, jnp.finfo(before.dtype).max)
+
+    def coefficients(shared: PyTree, memory: Averages, terms: Terms) -> tuple[Scales, Scales, Averages]:
+        del shared
+        seen_propagated = average(memory.seen_propagated, terms.seen_propagated)
+        cotangent = average(memory.cotangent, terms.cotangent)
+        seen_pushed = average(memory.seen_pushed, terms.seen_pushed)
+        pulled = average(memory.pulled, terms.pulled)
+        past = balance(seen_propagated, cotangent, otherwise=1.0)
+        present = balance(seen_pushed, pulled, otherwise=1.0)
+        # γ rescales h̃ and w̃ for good. Averages left in the old scale would ask for the same γ again, and overshoot.
+        seen_propagated, cotangent = past.tangent**2 * seen_propagated, past.cotangent**2 * cotangent
+        return past, present, Averages(seen_propagated, cotangent, seen_pushed, pulled)
+
+    return Rescaling("greedy", _nothing, init, coefficients, uses_norms=True, uses_loss=True)
 
 
 def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
@@ -142,12 +218,13 @@ def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
             position + 1,
         )
 
-    return Rescaling("given", shared, lambda: jnp.zeros((), jnp.int32), coefficients, last + 1)
+    return Rescaling("given", shared, lambda groups, dtype: jnp.zeros((), jnp.int32), coefficients, last + 1)
 
 
 _RESCALINGS = {
-    "none": Rescaling("none", lambda groups, dtype: None, lambda: None, _none),
-    "gir": Rescaling("gir", lambda groups, dtype: None, lambda: None, _gir, uses_norms=True),
+    "none": Rescaling("none", _nothing, _nothing, _none),
+    "gir": Rescaling("gir", _nothing, _nothing, _gir, uses_norms=True),
+    "greedy": greedy(),
 }
 
 
