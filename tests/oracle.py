@@ -145,26 +145,30 @@ def preuoro(model, params, chunk, tau, matrices, alpha=None, gir=False):
 
 
 def greedy(model, params, chunk, cut, u, q0, decay):
-    """UORO with the coefficients of Appendix D, expectations being weighted sums over the steps of the episode.
+    """UORO with the coefficients of Appendix D; returns the gradient, β and γ.
 
-    Returns the gradient, β and γ. Squares of h̃ and w̃ are kept in the present scale, which γ changes.
+    What the loss sees of a tangent is its squared norm times the average fraction seen, over the steps of the episode
+    that had one, the present one last.
     """
     inverse, total, betas, gammas = np.linalg.inv(q0), 0.0, [], []
+
+    def average(fractions):
+        return np.average(fractions, weights=decay ** np.arange(len(fractions))[::-1])
+
     for s, noise in zip(jacobians(model, params, chunk, cut), u, strict=True):
-        if s["reset"] or not betas:
-            h, w = np.zeros(len(s["dl_dh"])), np.zeros(s["pull"].shape[1])
-            seen_present, pulled, seen_past, cotangent = [], [], [], []
+        first = s["reset"] or not betas
+        if first:
+            h, w, of_past, of_present = np.zeros(len(s["dl_dh"])), np.zeros(s["pull"].shape[1]), [], []
         right, left = s["push"] @ q0 @ noise, noise @ inverse @ s["pull"]
         forwarded = s["propagate"] @ h
-        seen_present.append(np.sum((s["dl_dh"] @ s["push"] @ q0) ** 2))
-        pulled.append(left @ left)
-        seen_past.append((s["dl_dh"] @ forwarded) ** 2)
-        cotangent.append(w @ w)
-        weights = decay ** np.arange(len(pulled))[::-1]
-        beta = (weights @ pulled / (weights @ seen_present)) ** 0.25
-        gamma = (weights @ cotangent / (weights @ seen_past)) ** 0.25 if w.any() else 1.0
-        seen_past, cotangent = [gamma**2 * x for x in seen_past], [x / gamma**2 for x in cotangent]
-        h, w = gamma * forwarded + beta * right, w / gamma + left / beta
+        of_present.append(np.sum((s["dl_dh"] @ s["push"] @ q0) ** 2) / (right @ right))
+        beta = (left @ left / (right @ right * average(of_present))) ** 0.25
+        gamma = 0.0
+        if not first:
+            of_past.append((s["dl_dh"] @ forwarded) ** 2 / (forwarded @ forwarded))
+            gamma = (w @ w / (forwarded @ forwarded * average(of_past))) ** 0.25
+            h, w = gamma * forwarded, w / gamma
+        h, w = h + beta * right, w + left / beta
         total = total + (s["dl_dh"] @ h) * w
         betas.append(beta)
         gammas.append(gamma)

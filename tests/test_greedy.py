@@ -141,3 +141,14 @@ def test_nobacktrack_is_the_textbook_loop(cell):
     got = run(sg.nobacktrack(model, noise="given"), params, [chunk], jnp.asarray(u))[0]
     want = oracle.nobacktrack(model, params, chunk, u)
     np.testing.assert_allclose(ravel_pytree(got.cell)[0], want, rtol=1e-9, atol=1e-12)
+
+
+def test_without_any_loss_greedy_is_gir():
+    model, chunk = without_loss(make_model("vanilla"), 5, (0, 1, 2, 3, 4))
+    params = make_params(model)
+    coefficients = []
+    for rescale in ("greedy", "gir"):
+        est = sg.uoro(model, rescale=rescale)
+        coefficients.append(est.update(params, est.init(params), chunk, jax.random.key(0))[2].diagnostics)
+    for name in ("gamma", "beta"):
+        np.testing.assert_allclose(coefficients[0][name], coefficients[1][name], rtol=1e-10)

@@ -103,20 +103,16 @@ def _gir(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales, 
     return balance(terms.propagated, terms.cotangent), balance(terms.pushed, terms.pulled), memory
 
 
-class Averages(NamedTuple):
-    """Running averages of four squares, from which `greedy` takes its coefficients.
+class Fraction(NamedTuple):
+    """A running average of the fraction of a term that the loss sees.
 
     Attributes:
-      seen_propagated: of `Terms.seen_propagated`, in the present scale of h̃.
-      cotangent: of `Terms.cotangent`, in the present scale of w̃.
-      seen_pushed: of `Terms.seen_pushed`.
-      pulled: of `Terms.pulled`.
+      total: the weighted sum of the fractions.
+      weight: the sum of the weights.
     """
 
-    seen_propagated: Float[Array, " G"]
-    cotangent: Float[Array, " G"]
-    seen_pushed: Float[Array, " G"]
-    pulled: Float[Array, " G"]
+    total: Float[Array, " G"]
+    weight: Float[Array, " G"]
 
 
 def greedy(decay: float = 0.9) -> Rescaling:
@@ -125,10 +121,15 @@ def greedy(decay: float = 0.9) -> Rescaling:
         β_s⁴ = E‖u_s^T Q_0^{-1} J_s‖² / E(dL_s/dh_s (dh_s/dz_s) Q_0 u_s)²
         γ_s⁴ = E‖w̃_{s-1}‖²           / E(dL_s/dh_s (dh_s/dh_{s-1}) h̃_{s-1})²
 
-    One stream has one noise, so that expectations become averages over steps up to the current one: a step that lies k
-    steps back counts decay^k. The denominator of β needs no noise, only the average, as a step may be without a loss.
-    All that is averaged depends on the noise of its own step through squares, at most, so the estimate stays unbiased.
-    Until the loss has seen anything of a pair, its coefficient is 1. A reset begins the averages anew.
+    A stream has one noise, not an expectation. Norms hardly differ from their mean and are taken as they are, as in
+    GIR. What the loss sees is the square of a single number, often close to zero; of it the *fraction*, that square
+    over the squared norm of the tangent, is averaged over the steps of the episode; k steps back counts decay^k:
+
+        E(dL_s/dh_s · x_s)² ≈ ‖x_s‖² avg_{r<=s} (dL_r/dh_r · x_r)² / ‖x_r‖²
+
+    Fractions do not change when γ rescales h̃, so that the average does not lag behind. The estimate is unbiased, since
+    the coefficients of a step depend on its own noise through squares alone. As long as the loss has seen nothing they
+    are those of GIR. A reset begins the averages anew.
 
     Args:
       decay: in [0, 1); 0 takes each step's squares as they are.
@@ -144,26 +145,30 @@ def greedy(decay: float = 0.9) -> Rescaling:
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise ValueError(f"decay must be a number of at least 0 and below 1, not {decay!r}.")
 
-    def init(groups: int, dtype: Any) -> Averages:
+    def init(groups: int, dtype: Any) -> tuple[Fraction, Fraction]:
         zero = jnp.zeros(groups, dtype)
-        return Averages(zero, zero, zero, zero)
+        return Fraction(zero, zero), Fraction(zero, zero)
 
-    def average(before: Array, now: Array | None) -> Array:
-        assert now is not None, "the estimator must compute what the loss sees"
-        # The weights add up to less than 1 at first, which cancels in the quotients. An infinity would never leave.
-        return jnp.minimum(decay * before + (1 - decay) * now, jnp.finfo(before.dtype).max)
+    def expect(before: Fraction, square: Array, seen: Array | None) -> tuple[Array, Fraction]:
+        """The mean square that the loss sees, from the squared norm of now and the average fraction."""
+        assert seen is not None, "the estimator must compute what the loss sees"
+        limits = jnp.finfo(square.dtype)
+        alive = square > 0  # a term that is zero says nothing about what would be seen of it
+        now = jnp.where(alive, seen / jnp.where(alive, square, 1), 0)
+        # Weights that add up to 1 keep an average below the largest number; an infinity would never leave.
+        total = jnp.minimum(decay * before.total + (1 - decay) * now, limits.max)
+        weight = decay * before.weight + (1 - decay) * alive
+        average = jnp.where(total > 0, total / jnp.where(weight > 0, weight, 1), 1)
+        # Neither end of the float range may turn into a pair that is dropped though it is not zero.
+        return jnp.where(alive, jnp.clip(average * square, limits.tiny, limits.max), 0), Fraction(total, weight)
 
-    def coefficients(shared: PyTree, memory: Averages, terms: Terms) -> tuple[Scales, Scales, Averages]:
+    def coefficients(
+        shared: PyTree, memory: tuple[Fraction, Fraction], terms: Terms
+    ) -> tuple[Scales, Scales, tuple[Fraction, Fraction]]:
         del shared
-        seen_propagated = average(memory.seen_propagated, terms.seen_propagated)
-        cotangent = average(memory.cotangent, terms.cotangent)
-        seen_pushed = average(memory.seen_pushed, terms.seen_pushed)
-        pulled = average(memory.pulled, terms.pulled)
-        past = balance(seen_propagated, cotangent, otherwise=1.0)
-        present = balance(seen_pushed, pulled, otherwise=1.0)
-        # γ rescales h̃ and w̃ for good. Averages left in the old scale would ask for the same γ again, and overshoot.
-        seen_propagated, cotangent = past.tangent**2 * seen_propagated, past.cotangent**2 * cotangent
-        return past, present, Averages(seen_propagated, cotangent, seen_pushed, pulled)
+        propagated, past = expect(memory[0], terms.propagated, terms.seen_propagated)
+        pushed, present = expect(memory[1], terms.pushed, terms.seen_pushed)
+        return balance(propagated, terms.cotangent), balance(pushed, terms.pulled), (past, present)
 
     return Rescaling("greedy", _nothing, init, coefficients, uses_norms=True, uses_loss=True)
 
