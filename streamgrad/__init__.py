@@ -18,7 +18,7 @@ from streamgrad.base import (
     Model,
     Params,
 )
-from streamgrad.estimators import bptt, preuoro, rtrl, spatial_rtrl, tbptt, uoro
+from streamgrad.estimators import bptt, nobacktrack, preuoro, rtrl, spatial_rtrl, tbptt, uoro
 from streamgrad.online import batched, online
 
 __version__ = "0.1.0"
@@ -40,6 +40,7 @@ __all__ = [
     "cuts",
     "estimators",
     "heads",
+    "nobacktrack",
     "online",
     "preuoro",
     "rtrl",

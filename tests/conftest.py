@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads and XLA's get in each other's way
 # Two pytest workers on two cores: a second thread pool in each would only get in the way; and since programs here are
 # small and run once, compiling fast is worth more than running fast.
 os.environ.setdefault(

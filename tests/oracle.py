@@ -144,6 +144,54 @@ def preuoro(model, params, chunk, tau, matrices, alpha=None, gir=False):
     return total
 
 
+def greedy(model, params, chunk, cut, u, q0, decay):
+    """UORO with the coefficients of Appendix D; returns the gradient, β and γ.
+
+    What the loss sees of a tangent is its squared norm times the average fraction seen, over the steps of the episode
+    that had one, the present one last.
+    """
+    inverse, total, betas, gammas = np.linalg.inv(q0), 0.0, [], []
+
+    def average(fractions):
+        return np.average(fractions, weights=decay ** np.arange(len(fractions))[::-1])
+
+    for s, noise in zip(jacobians(model, params, chunk, cut), u, strict=True):
+        first = s["reset"] or not betas
+        if first:
+            h, w, of_past, of_present = np.zeros(len(s["dl_dh"])), np.zeros(s["pull"].shape[1]), [], []
+        right, left = s["push"] @ q0 @ noise, noise @ inverse @ s["pull"]
+        forwarded = s["propagate"] @ h
+        of_present.append(np.sum((s["dl_dh"] @ s["push"] @ q0) ** 2) / (right @ right))
+        beta = (left @ left / (right @ right * average(of_present))) ** 0.25
+        gamma = 0.0
+        if not first:
+            of_past.append((s["dl_dh"] @ forwarded) ** 2 / (forwarded @ forwarded))
+            gamma = (w @ w / (forwarded @ forwarded * average(of_past))) ** 0.25
+            h, w = gamma * forwarded, w / gamma
+        h, w = h + beta * right, w + left / beta
+        total = total + (s["dl_dh"] @ h) * w
+        betas.append(beta)
+        gammas.append(gamma)
+    return total, betas, gammas
+
+
+def nobacktrack(model, params, chunk, u):
+    """Section 6.3: q_i² ∝ ‖dh_i/dθ‖ at every step, with a geometric mean of 1, and GIR for the two sums."""
+    steps = jacobians(model, params, chunk, "state")
+    total = np.zeros(steps[0]["pull"].shape[1])
+    h, w = np.zeros(len(u[0])), np.zeros(total.shape)
+    for s, noise in zip(steps, u, strict=True):
+        if s["reset"]:
+            h, w = 0 * h, 0 * w
+        norms = np.linalg.norm(s["pull"], axis=1)
+        q = np.sqrt(norms / np.exp(np.mean(np.log(norms))))
+        forwarded, w = balanced(s["propagate"] @ h, w)
+        right, left = balanced(q * noise, (noise / q) @ s["pull"])
+        h, w = forwarded + right, w + left
+        total = total + (s["dl_dh"] @ h) * w
+    return total
+
+
 def total_gradient_estimate(model, params, chunk, cut, u, q0, alpha):
     """Equation 8: Σ_t b^(t)T Q u u^T Q^{-1} S^(t) J, from the unrolled network, without any recursion."""
     vertex = model.cell.cuts[cut]

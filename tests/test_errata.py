@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import textbook
-import tools
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
+from tests import textbook, tools
 
 LENGTH, SIZE = 4, 3
 

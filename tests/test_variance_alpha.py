@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
-import tools
 
 import streamgrad as sg
+from tests import tools
 
 # Matrices are padded to one of these, as every size would be compiled anew; zero rows and columns play no part.
 PADDED = (8, 24, 64)

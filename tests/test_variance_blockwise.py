@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tools
 
 import streamgrad as sg
 from streamgrad.estimators.groups import make_groups
+from tests import tools
 
 LENGTH = 7
 bw = sg.variance.blockwise

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tools
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
+from tests import tools
 
 
 @pytest.mark.parametrize("kind", ["uoro", "groups", "preuoro"])

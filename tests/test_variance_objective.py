@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import textbook
-import tools
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 from streamgrad.estimators.groups import make_groups
 from streamgrad.variance.objective import dense_jacobian
+from tests import textbook, tools
 
 LENGTH = 3
 # Cell, inputs and hidden units; all have four preactivations, so that 2^12 patterns are all there are.

@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
-import textbook
-import tools
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
+from tests import textbook, tools
 
 
 def episode(cell="vanilla", length=5, n_hidden=3, reset=None):

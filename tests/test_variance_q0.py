@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-import tools
 
 import streamgrad as sg
+from tests import tools
 
 
 def random_spd(rng, size, spread=2.0):

@@ -1,10 +1,11 @@
 """Gradient estimators, one file each; noise, shaping, rescaling and groups are parts that they wire together."""
 
 from streamgrad.estimators.bptt import bptt
+from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.noise import Noise, find_noise
 from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.registry import REGISTRY, Row, find_estimator, markdown_table
-from streamgrad.estimators.rescale import Rescaling, given
+from streamgrad.estimators.rescale import Rescaling, given, greedy
 from streamgrad.estimators.rtrl import rtrl
 from streamgrad.estimators.shaping import Shaping, shaping
 from streamgrad.estimators.spatial_rtrl import spatial_rtrl
@@ -21,7 +22,9 @@ __all__ = [
     "find_estimator",
     "find_noise",
     "given",
+    "greedy",
     "markdown_table",
+    "nobacktrack",
     "preuoro",
     "rtrl",
     "shaping",

@@ -51,7 +51,7 @@ def preuoro(
     Args:
       model: the model whose gradients are estimated; its cell must have the cut "preactivation".
       noise: "rademacher", "gaussian", "sign_gaussian", or "given" (the caller passes τ in place of the key).
-      rescale: "gir", "none", or α as an array `[T]`, or `[T, M]` for M weight matrices.
+      rescale: "gir", "greedy", "none", or α as an array `[T]`, or `[T, M]` for M weight matrices.
       immediate: "estimated", or "exact", which backpropagates the current step and estimates the past alone.
       cut: always "preactivation".
 
@@ -91,7 +91,9 @@ def preuoro(
     def init(params: PyTree, state: PyTree) -> PreUoroMemory:
         del state
         tangent = jnp.zeros((layout.size, layout.state_size), real_dtype(params))
-        return PreUoroMemory(tangent, jax.tree.map(lambda w: jnp.zeros_like(w[0]), params), rescaling.init())
+        return PreUoroMemory(
+            tangent, jax.tree.map(lambda w: jnp.zeros_like(w[0]), params), rescaling.init(count, tangent.dtype)
+        )
 
     def shared(params: PyTree) -> PyTree:
         return rescaling.shared(count, real_dtype(params))
@@ -103,7 +105,6 @@ def preuoro(
     def advance(
         shared: PyTree, memory: PreUoroMemory, step: Step, noise: Float[Array, ""], dl_dstate: Array
     ) -> tuple[PreUoroMemory, dict[str, Array]]:
-        del dl_dstate
         propagated = jax.vmap(step.propagate)(memory.tangent)
         pushed = noise * jax.vmap(step.push)(jnp.eye(layout.size, dtype=propagated.dtype))
         pulled = jax.tree.map(lambda a: noise * a, step.features)
@@ -112,6 +113,11 @@ def preuoro(
             return jnp.stack([leaf @ leaf for leaf in jax.tree.leaves(vectors)])
 
         terms = Terms(squares(propagated), square_lengths(memory.cotangent), squares(pushed), square_lengths(pulled))
+        if rescaling.uses_loss:
+            terms = terms._replace(
+                seen_propagated=squares((propagated @ dl_dstate)[:, None]),
+                seen_pushed=squares(step.push_back(dl_dstate)[:, None]),
+            )
         past, present, remembered = rescaling.coefficients(shared, memory.rescaling, terms)
         tangent = past.tangent[matrix_of_row][:, None] * propagated + present.tangent[matrix_of_row][:, None] * pushed
         cotangent = jax.tree.map(jnp.add, scale(memory.cotangent, past.cotangent), scale(pulled, present.cotangent))

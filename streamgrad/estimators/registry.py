@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from streamgrad.base import CUT_NAMES, GradientEstimator
 from streamgrad.checks import check_choice
 from streamgrad.estimators.bptt import bptt
+from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.rtrl import rtrl
 from streamgrad.estimators.spatial_rtrl import spatial_rtrl
@@ -66,6 +67,10 @@ ROWS = (
     Row(
         "preuoro", preuoro, "unbiased", "N P", "N S", ("preactivation",),
         "UORO without the spatial projection (KF-RTRL): variance N times smaller",
+    ),
+    Row(
+        "nobacktrack", nobacktrack, "unbiased", "S P", "S P", ("state",),
+        "UORO with the noise of each state unit scaled by the norm of its immediate gradient",
     ),
 )  # fmt: skip
 

@@ -24,12 +24,16 @@ class Terms(NamedTuple):
       cotangent: ‖w̃_{t-1}‖².
       pushed: ‖(dh_t/dz_t) Q_0 u_t‖².
       pulled: ‖J_t^T Q_0^{-T} u_t‖².
+      seen_propagated: (dL_t/dh_t (dh_t/dh_{t-1}) h̃_{t-1})², what the loss sees of the past; None unless asked for.
+      seen_pushed: E(dL_t/dh_t (dh_t/dz_t) Q_0 u_t)² = ‖dL_t/dz_t Q_0‖², likewise; the noise averages out exactly.
     """
 
     propagated: Float[Array, " G"]
     cotangent: Float[Array, " G"]
     pushed: Float[Array, " G"]
     pulled: Float[Array, " G"]
+    seen_propagated: Float[Array, " G"] | None = None
+    seen_pushed: Float[Array, " G"] | None = None
 
 
 class Scales(NamedTuple):
@@ -48,18 +52,24 @@ class Rescaling(NamedTuple):
     Attributes:
       name: what it is called.
       shared: `shared(groups, dtype)`, what all streams have in common (α), or None.
-      init: `init()`, what a stream remembers (its position in the episode), or None.
+      init: `init(groups, dtype)`, what a stream remembers (its position in the episode), or None; a reset forgets it.
       coefficients: `coefficients(shared, memory, terms) -> (past, present, memory)`.
       length: number of steps it knows of, or None for any.
       uses_norms: whether `coefficients` looks at `terms`; what it does not need is not computed.
+      uses_loss: whether it looks at what the loss sees of them, which only a step-by-step recursion can tell it.
     """
 
     name: str
     shared: Callable[[int, Any], PyTree]
-    init: Callable[[], PyTree]
+    init: Callable[[int, Any], PyTree]
     coefficients: Callable[[PyTree, PyTree, Terms], tuple[Scales, Scales, PyTree]]
     length: int | None = None
     uses_norms: bool = False
+    uses_loss: bool = False
+
+
+def _nothing(groups: int, dtype: Any) -> None:
+    del groups, dtype
 
 
 def _none(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales, PyTree]:
@@ -68,11 +78,12 @@ def _none(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales,
     return Scales(one, one), Scales(one, one), memory
 
 
-def balance(tangent: Float[Array, " G"], cotangent: Float[Array, " G"]) -> Scales:
+def balance(tangent: Float[Array, "*G"], cotangent: Float[Array, "*G"], otherwise: float = 0.0) -> Scales:
     """Scales that make two norms equal, given their squares: γ⁴ = ‖cotangent‖² / ‖tangent‖², the GIR choice.
 
-    Where either norm is zero the pair's product is zero too, and it is dropped: no division by zero, the same mean,
-    and no noise from a cotangent that has no tangent.
+    Where either norm is zero the scales are `otherwise`. 0 drops the pair, whose product is zero too: no division by
+    zero, the same mean, and no noise from a cotangent that has no tangent. Squares that can be zero where the terms
+    are not need 1, which keeps the pair as it is.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,12 +95,82 @@ def balance(tangent: Float[Array, " G"], cotangent: Float[Array, " G"]) -> Scale
     # Roots first: their ratio stays inside the range of float32 where that of the squares would not.
     fourth = jnp.sqrt(jnp.where(alive, cotangent, 1)) / jnp.sqrt(jnp.where(alive, tangent, 1))
     gamma = jnp.sqrt(fourth)
-    return Scales(jnp.where(alive, gamma, 0), jnp.where(alive, 1 / gamma, 0))
+    return Scales(jnp.where(alive, gamma, otherwise), jnp.where(alive, 1 / gamma, otherwise))
 
 
 def _gir(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales, PyTree]:
     del shared
     return balance(terms.propagated, terms.cotangent), balance(terms.pushed, terms.pulled), memory
+
+
+class Fraction(NamedTuple):
+    """A running average of the fraction of a term that the loss sees.
+
+    Attributes:
+      total: the weighted sum of the fractions.
+      weight: the sum of the weights.
+    """
+
+    total: Float[Array, " G"]
+    weight: Float[Array, " G"]
+
+
+def greedy(decay: float = 0.9) -> Rescaling:
+    """The greedy online coefficients, which look at what the loss sees (Appendix D).
+
+        β_s⁴ = E‖u_s^T Q_0^{-1} J_s‖² / E(dL_s/dh_s (dh_s/dz_s) Q_0 u_s)²
+        γ_s⁴ = E‖w̃_{s-1}‖²           / E(dL_s/dh_s (dh_s/dh_{s-1}) h̃_{s-1})²
+
+    A stream has one noise, not an expectation. Norms hardly differ from their mean and are taken as they are, as in
+    GIR. What the loss sees is the square of a single number, often close to zero; of it the *fraction*, that square
+    over the squared norm of the tangent, is averaged over the steps of the episode; k steps back counts decay^k:
+
+        E(dL_s/dh_s · x_s)² ≈ ‖x_s‖² avg_{r<=s} (dL_r/dh_r · x_r)² / ‖x_r‖²
+
+    Fractions do not change when γ rescales h̃, so that the average does not lag behind. The estimate is unbiased, since
+    the coefficients of a step depend on its own noise through squares alone. As long as the loss has seen nothing they
+    are those of GIR. A reset begins the averages anew.
+
+    Args:
+      decay: in [0, 1); 0 takes each step's squares as they are.
+
+    Returns:
+      The rescaling; `rescale="greedy"` is the one with the default decay.
+
+    Example:
+      >>> import streamgrad as sg
+      >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.softmax(2))
+      >>> est = sg.uoro(model, rescale=sg.estimators.greedy(decay=0.99))
+    """
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+        raise ValueError(f"decay must be a number of at least 0 and below 1, not {decay!r}.")
+
+    def init(groups: int, dtype: Any) -> tuple[Fraction, Fraction]:
+        zero = jnp.zeros(groups, dtype)
+        return Fraction(zero, zero), Fraction(zero, zero)
+
+    def expect(before: Fraction, square: Array, seen: Array | None) -> tuple[Array, Fraction]:
+        """The mean square that the loss sees, from the squared norm of now and the average fraction."""
+        assert seen is not None, "the estimator must compute what the loss sees"
+        limits = jnp.finfo(square.dtype)
+        alive = square > 0  # a term that is zero says nothing about what would be seen of it
+        now = jnp.where(alive, seen / jnp.where(alive, square, 1), 0)
+        # Weights that add up to 1 keep an average below the largest number; an infinity would never leave.
+        total = jnp.minimum(decay * before.total + (1 - decay) * now, limits.max)
+        weight = decay * before.weight + (1 - decay) * alive
+        average = jnp.where(total > 0, total / jnp.where(weight > 0, weight, 1), 1)
+        # Neither end of the float range may turn into a pair that is dropped though it is not zero.
+        return jnp.where(alive, jnp.clip(average * square, limits.tiny, limits.max), 0), Fraction(total, weight)
+
+    def coefficients(
+        shared: PyTree, memory: tuple[Fraction, Fraction], terms: Terms
+    ) -> tuple[Scales, Scales, tuple[Fraction, Fraction]]:
+        del shared
+        propagated, past = expect(memory[0], terms.propagated, terms.seen_propagated)
+        pushed, present = expect(memory[1], terms.pushed, terms.seen_pushed)
+        return balance(propagated, terms.cotangent), balance(pushed, terms.pulled), (past, present)
+
+    return Rescaling("greedy", _nothing, init, coefficients, uses_norms=True, uses_loss=True)
 
 
 def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
@@ -142,12 +223,13 @@ def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
             position + 1,
         )
 
-    return Rescaling("given", shared, lambda: jnp.zeros((), jnp.int32), coefficients, last + 1)
+    return Rescaling("given", shared, lambda groups, dtype: jnp.zeros((), jnp.int32), coefficients, last + 1)
 
 
 _RESCALINGS = {
-    "none": Rescaling("none", lambda groups, dtype: None, lambda: None, _none),
-    "gir": Rescaling("gir", lambda groups, dtype: None, lambda: None, _gir, uses_norms=True),
+    "none": Rescaling("none", _nothing, _nothing, _none),
+    "gir": Rescaling("gir", _nothing, _nothing, _gir, uses_norms=True),
+    "greedy": greedy(),
 }
 
 

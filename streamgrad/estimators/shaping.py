@@ -77,6 +77,49 @@ def shape_noise(pair: Shaping | None, u: Float[Array, "T N"]) -> Shaped:
     return Shaped(u @ pair.q0.T, u @ pair.inverse)
 
 
+def shape_gradient(pair: Shaping | None, dl_dz: Float[Array, " N"]) -> Float[Array, " N"]:
+    """Q_0^T dL/dz, whose square is the mean square of (dL/dz)^T Q_0 u.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> shape_gradient(shaping(jnp.array([[1.0, 1.0], [0.0, 1.0]])), jnp.array([1.0, 2.0])).tolist()
+      [1.0, 3.0]
+    """
+    if pair is None:
+        return dl_dz
+    return dl_dz * pair.q0 if pair.q0.ndim == 1 else dl_dz @ pair.q0
+
+
+def diagonal_q0(pulled: Float[Array, " N"], pushed: Float[Array, " N"]) -> Float[Array, " N"]:
+    """The diagonal Q of Tallec and Ollivier, which Section 6.3 mentions.
+
+        q_i² ∝ ‖dz_i/dθ‖ / ‖dh/dz_i‖
+
+    It balances the terms of one step, and leaves out the cross terms between steps that make up most of the variance.
+    At the state cut, where dh/dz = I, it is NoBackTrack's scaling of each unit.
+
+    Args:
+      pulled: ‖dz_i/dθ‖ for every entry of z.
+      pushed: ‖dh/dz_i‖ likewise.
+
+    Returns:
+      The diagonal, with a geometric mean of 1; entries where either norm is zero are 1, as their product is zero, too.
+
+    Example:
+      >>> import jax.numpy as jnp, streamgrad as sg
+      >>> sg.variance.diagonal_q0(jnp.array([4.0, 1.0]), jnp.array([1.0, 4.0])).round(3).tolist()
+      [2.0, 0.5]
+    """
+    if jnp.shape(pulled) != jnp.shape(pushed) or jnp.ndim(pulled) != 1:
+        raise ValueError(
+            f"pulled and pushed must be two vectors of one size, not {jnp.shape(pulled)}, {jnp.shape(pushed)}."
+        )
+    alive = (pulled > 0) & (pushed > 0)
+    log_q = jnp.where(alive, (jnp.log(jnp.where(alive, pulled, 1)) - jnp.log(jnp.where(alive, pushed, 1))) / 2, 0)
+    mean = jnp.sum(log_q) / jnp.maximum(jnp.sum(alive), 1)
+    return jnp.exp(jnp.where(alive, log_q - mean, 0))
+
+
 def check_q0(q0: Any, size: int) -> None:
     """`q0` is an invertible matrix `[N, N]`, or an invertible diagonal `[N]`, of finite numbers."""
     if q0 is None:

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 
 from streamgrad import cuts
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, GradientEstimator, Influence, Model, Params, real_dtype
+from streamgrad.base import Chunk, Cut, GradientEstimator, Influence, Model, Params, real_dtype
 from streamgrad.checks import check_choice, find_cut
 from streamgrad.cuts import Step
 from streamgrad.estimators.factored import Factors, factored_parts, is_even, sum_factors
-from streamgrad.estimators.groups import make_groups
+from streamgrad.estimators.groups import Groups, make_groups
 from streamgrad.estimators.noise import Noise, find_noise
 from streamgrad.estimators.rescale import Rescaling, Terms, find_rescaling
-from streamgrad.estimators.shaping import Shaped, Shaping, check_q0, shape_noise, shaping
+from streamgrad.estimators.shaping import Shaped, Shaping, check_q0, shape_gradient, shape_noise, shaping
 from streamgrad.online import estimator, online_parts, sum_over_streams
 
 
@@ -66,8 +66,9 @@ def uoro(
       model: the model whose gradients are estimated.
       cut: where noise is injected: "preactivation", "state" or "params".
       noise: "rademacher", "gaussian", "sign_gaussian", or "given" (the caller passes u in place of the key).
-      rescale: "gir" (greedy iterative rescaling), "none", or α as an array `[T]` or `[T, G]` over the positions of an
-        episode; `streamgrad.estimators.given` chooses how α is split.
+      rescale: "gir" (greedy iterative rescaling), "greedy" (for the variance of the total gradient; needs the loss at
+        every step and so the plain form; see `streamgrad.estimators.greedy`), "none", or α as an array `[T]` or
+        `[T, G]` over the positions of an episode; `streamgrad.estimators.given` chooses how α is split.
       groups: G, how many blocks the preactivations are split into; each is a UORO of its own for its rows of the
         weights. Variance falls about G-fold, time grows with G. With several weight matrices each is at least a group.
       q0: Q_0, an invertible matrix `[N, N]` or diagonal `[N]`; None is the identity.
@@ -103,15 +104,56 @@ def uoro(
     partition = make_groups(layout, cut, groups, q0)
     rescaling.shared(partition.count, None)  # says so now where α does not fit the groups
 
+    def check(chunk: Chunk, length: int, key: Any) -> None:
+        source.check(key)
+        check_alpha_length(rescaling, chunk, length)
+
+    influence = rank_one(layout, vertex, source, rescaling, partition, q0, immediate)
+    begin, plain, plain_total = online_parts(model, influence)
+    if form == "plain" or cut != "preactivation" or rescaling.uses_loss or not is_even(partition):
+        return estimator(model, begin, plain, plain_total, check)
+
+    def total(summands: tuple[Factors, PyTree]) -> Params:
+        return Params(sum_factors(partition, summands[0]), sum_over_streams(summands[1]))
+
+    factored = factored_parts(model, vertex, partition, rescaling, influence.draw, begin, immediate)
+    return estimator(model, begin, factored, total, check)
+
+
+def rank_one(
+    layout: cuts.Layout,
+    cut: Cut,
+    source: Noise,
+    rescaling: Rescaling,
+    groups: Groups,
+    q0: Any = None,
+    immediate: str = "estimated",
+) -> Influence:
+    """The influence dh_t/dθ ≈ h̃_t w̃_t^T of `uoro`, out of its parts.
+
+    Args:
+      layout: the sizes at the cut.
+      cut: where noise is injected.
+      source: the noise.
+      rescaling: how γ and β are chosen.
+      groups: the blocks of z that are each an estimate of their own.
+      q0: Q_0, or None.
+      immediate: "estimated" or "exact".
+
+    Returns:
+      The influence. Its `advance` takes the noise as `Shaped`, and Q_0 from what is shared.
+    """
+
     def init(params: PyTree, state: PyTree) -> UoroMemory:
         del state
-        tangent = jnp.zeros((partition.count, layout.state_size), real_dtype(params))
+        tangent = jnp.zeros((groups.count, layout.state_size), real_dtype(params))
         zero = jax.tree.map(jnp.zeros_like, params)
-        return UoroMemory(tangent, zero, jnp.zeros(partition.count, tangent.dtype), rescaling.init())
+        remembered = rescaling.init(groups.count, tangent.dtype)
+        return UoroMemory(tangent, zero, jnp.zeros(groups.count, tangent.dtype), remembered)
 
     def shared(params: PyTree) -> UoroShared:
         dtype = real_dtype(params)
-        return UoroShared(shaping(q0, dtype), rescaling.shared(partition.count, dtype))
+        return UoroShared(shaping(q0, dtype), rescaling.shared(groups.count, dtype))
 
     def draw(shared: UoroShared, key: Any, length: int, dtype: Any) -> Shaped:
         return shape_noise(shared.shaping, source.draw(key, (length, layout.size), dtype))
@@ -119,45 +161,36 @@ def uoro(
     def advance(
         shared: UoroShared, memory: UoroMemory, step: Step, noise: Shaped, dl_dstate: Array
     ) -> tuple[UoroMemory, dict[str, Array]]:
-        del dl_dstate
         propagated = jax.vmap(step.propagate)(memory.tangent)
-        pushed = jax.vmap(step.push)(partition.split(noise.right))
+        pushed = jax.vmap(step.push)(groups.split(noise.right))
         pulled = step.pull(noise.left)
         terms = Terms(
             jnp.sum(propagated**2, axis=1),
             memory.square_norm,
             jnp.sum(pushed**2, axis=1),
-            partition.square_norms(pulled),
+            groups.square_norms(pulled),
         )
+        if rescaling.uses_loss:
+            dl_dz = shape_gradient(shared.shaping, step.push_back(dl_dstate))
+            seen_pushed = jnp.sum(groups.split(dl_dz) ** 2, axis=1)
+            terms = terms._replace(seen_propagated=(propagated @ dl_dstate) ** 2, seen_pushed=seen_pushed)
         past, present, remembered = rescaling.coefficients(shared.rescaling, memory.rescaling, terms)
         tangent = past.tangent[:, None] * propagated + present.tangent[:, None] * pushed
         cotangent = jax.tree.map(
             jnp.add,
-            partition.scale(memory.cotangent, past.cotangent),
-            partition.scale(pulled, present.cotangent),
+            groups.scale(memory.cotangent, past.cotangent),
+            groups.scale(pulled, present.cotangent),
         )
-        new = UoroMemory(tangent, cotangent, partition.square_norms(cotangent), remembered)
+        new = UoroMemory(tangent, cotangent, groups.square_norms(cotangent), remembered)
         return new, {"gamma": past.tangent, "beta": present.tangent}
 
     def contract(before: UoroMemory, after: UoroMemory, step: Step, dl_dstate: Array) -> PyTree:
         if immediate == "estimated":
-            return partition.scale(after.cotangent, after.tangent @ dl_dstate)
+            return groups.scale(after.cotangent, after.tangent @ dl_dstate)
         past = jax.vmap(step.propagate)(before.tangent) @ dl_dstate
-        return jax.tree.map(jnp.add, partition.scale(before.cotangent, past), step.backprop(dl_dstate))
+        return jax.tree.map(jnp.add, groups.scale(before.cotangent, past), step.backprop(dl_dstate))
 
-    def check(chunk: Chunk, length: int, key: Any) -> None:
-        source.check(key)
-        check_alpha_length(rescaling, chunk, length)
-
-    begin, plain, plain_total = online_parts(model, Influence(vertex, init, advance, contract, draw, shared))
-    if form == "plain" or cut != "preactivation" or not is_even(partition):
-        return estimator(model, begin, plain, plain_total, check)
-
-    def total(summands: tuple[Factors, PyTree]) -> Params:
-        return Params(sum_factors(partition, summands[0]), sum_over_streams(summands[1]))
-
-    factored = factored_parts(model, vertex, partition, rescaling, draw, begin, immediate)
-    return estimator(model, begin, factored, total, check)
+    return Influence(cut, init, advance, contract, draw, shared)
 
 
 def check_alpha_length(rescaling: Rescaling, chunk: Chunk, length: int) -> None:

@@ -5,6 +5,7 @@ sol = sg.variance.optimal_alpha(sg.variance.c_matrix(ep))
 sg.variance.total_variance(ep, sol.alpha, kurtosis=-2.0)
 """
 
+from streamgrad.estimators.shaping import diagonal_q0
 from streamgrad.variance import blockwise
 from streamgrad.variance.empirical import Empirical, empirical
 from streamgrad.variance.episode import Episode, collect
@@ -25,7 +26,6 @@ from streamgrad.variance.online_b import BEstimate, BNoise, draw_b_noise, estima
 from streamgrad.variance.optimal_q import (
     Gain,
     TraceProduct,
-    diagonal_q0,
     minimise_trace_product,
     optimal_q0,
     predicted_gain,

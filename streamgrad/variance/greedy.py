@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float
+from streamgrad.estimators.rescale import balance
 from streamgrad.variance.episode import Episode
 from streamgrad.variance.matrices import row_weights, spatial_of
 from streamgrad.variance.shaping import squeeze_groups
@@ -110,10 +111,6 @@ def greedy_coefficients(expected: Expectations) -> tuple[Array, Array]:
       >>> float(beta), float(gamma)
       (2.0, 1.0)
     """
-
-    def fourth_root(up: Array, down: Array) -> Array:
-        alive = (up > 0) & (down > 0)
-        # Roots first: their ratio stays inside the range of float32 where that of the squares would not.
-        return jnp.sqrt(jnp.sqrt(jnp.where(alive, up, 1))) / jnp.sqrt(jnp.sqrt(jnp.where(alive, down, 1)))
-
-    return fourth_root(expected.pulled, expected.pushed), fourth_root(expected.cotangent, expected.propagated)
+    beta = balance(expected.pushed, expected.pulled, otherwise=1.0).tangent
+    gamma = balance(expected.propagated, expected.cotangent, otherwise=1.0).tangent
+    return beta, gamma

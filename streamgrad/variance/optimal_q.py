@@ -132,36 +132,6 @@ def minimise_trace_product(x: Any, y: Any) -> TraceProduct:
     return TraceProduct((a + a.T) / 2, jnp.sum(jnp.sqrt(m_values)) ** 2)
 
 
-def diagonal_q0(pulled: Float[Array, " N"], pushed: Float[Array, " N"]) -> Float[Array, " N"]:
-    """The diagonal Q of Tallec and Ollivier, which Section 6.3 mentions.
-
-        q_i² ∝ ‖dz_i/dθ‖ / ‖dh/dz_i‖
-
-    It balances the terms of one step, and leaves out the cross terms between steps that make up most of the variance.
-    At the state cut, where dh/dz = I, it is NoBackTrack's scaling of each unit.
-
-    Args:
-      pulled: ‖dz_i/dθ‖ for every entry of z.
-      pushed: ‖dh/dz_i‖ likewise.
-
-    Returns:
-      The diagonal, with a geometric mean of 1; entries where either norm is zero are 1, as their product is zero, too.
-
-    Example:
-      >>> import jax.numpy as jnp, streamgrad as sg
-      >>> sg.variance.diagonal_q0(jnp.array([4.0, 1.0]), jnp.array([1.0, 4.0])).round(3).tolist()
-      [2.0, 0.5]
-    """
-    if jnp.shape(pulled) != jnp.shape(pushed) or jnp.ndim(pulled) != 1:
-        raise ValueError(
-            f"pulled and pushed must be two vectors of one size, not {jnp.shape(pulled)}, {jnp.shape(pushed)}."
-        )
-    alive = (pulled > 0) & (pushed > 0)
-    log_q = jnp.where(alive, (jnp.log(jnp.where(alive, pulled, 1)) - jnp.log(jnp.where(alive, pushed, 1))) / 2, 0)
-    mean = jnp.sum(log_q) / jnp.maximum(jnp.sum(alive), 1)
-    return jnp.exp(jnp.where(alive, log_q - mean, 0))
-
-
 def _floored_eigh(x: Float[Array, "N N"]) -> tuple[Float[Array, " N"], Float[Array, "N N"]]:
     values, vectors = jnp.linalg.eigh((x + x.T) / 2)
     largest = jnp.max(values)
