@@ -40,18 +40,17 @@ class Shaped(NamedTuple):
 def shaping(q0: Any, dtype: Any = None) -> Shaping | None:
     """Make the pair of Q_0 and its inverse; None stands for the identity.
 
-        Args:
-          q0: `[N, N]`, `[N]` for a diagonal matrix, or None.
-          dtype: of the result; by default that of `q0`.
+    Args:
+      q0: `[N, N]`, `[N]` for a diagonal matrix, or None.
+      dtype: of the result; by default that of `q0`.
 
-        Returns:
-          The pair, or None.
+    Returns:
+      The pair, or None.
 
-        Example:
-          >>> import jax
-    import jax.numpy as jnp
-          >>> shaping(jnp.array([2.0, 4.0])).inverse.tolist()
-          [0.5, 0.25]
+    Example:
+      >>> import jax.numpy as jnp
+      >>> shaping(jnp.array([2.0, 4.0])).inverse.tolist()
+      [0.5, 0.25]
     """
     if q0 is None:
         return None
@@ -62,12 +61,11 @@ def shaping(q0: Any, dtype: Any = None) -> Shaping | None:
 def shape_noise(pair: Shaping | None, u: Float[Array, "T N"]) -> Shaped:
     """Q_0 u and Q_0^{-T} u for all of a chunk's noise at once.
 
-        Example:
-          >>> import jax
-    import jax.numpy as jnp
-          >>> shaped = shape_noise(shaping(jnp.array([[1.0, 1.0], [0.0, 1.0]])), jnp.array([[1.0, 2.0]]))
-          >>> shaped.right.tolist(), shaped.left.tolist()
-          ([[3.0, 2.0]], [[1.0, 1.0]])
+    Example:
+      >>> import jax.numpy as jnp
+      >>> shaped = shape_noise(shaping(jnp.array([[1.0, 1.0], [0.0, 1.0]])), jnp.array([[1.0, 2.0]]))
+      >>> shaped.right.tolist(), shaped.left.tolist()
+      ([[3.0, 2.0]], [[1.0, 1.0]])
     """
     if pair is None:
         return Shaped(u, u)
