@@ -62,5 +62,5 @@ def draw(source: Path) -> Path:
 
 
 if __name__ == "__main__":
-    for csv_file in sorted(RESULTS.glob("cost_*.csv")):
+    for csv_file in (RESULTS / "cost_cpu.csv", RESULTS / "cost_gpu.csv"):
         print(draw(csv_file))
