@@ -210,7 +210,7 @@ class Model:
 class Influence(NamedTuple):
     """A representation of dh_t/dθ, as exact or as noisy as it likes.
 
-    `step` below is a `streamgrad.linearise.Step`: the transition at this moment, with its derivatives as linear maps.
+    `step` below is a `streamgrad.cuts.Step`: the transition at this moment, with its derivatives as linear maps.
 
     Attributes:
       cut: the cut at which the transition is linearised.
