@@ -1,0 +1,64 @@
+"""`streamgrad COMMAND …`: finds the command, and answers errors of the user in one sentence.
+
+To add a command: write `streamgrad/cli/<name>.py` with a dataclass `Options`, whose docstring is the help, and a
+`main(options) -> int | None`, and add its line here.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+# Each is imported when it is called, so that `--help` answers at once.
+COMMANDS = {
+    "train": "train any cell with any estimator on any task",
+    "reproduce": "run the paper's experiments and write a report",
+    "report": "write the report of a run anew",
+    "compare": "bias, variance, time and memory of every estimator for a model",
+    "estimators": "list the estimators and what they promise",
+    "data": "fetch or check data sets",
+}
+
+
+def usage() -> str:
+    """The answer to `--help`."""
+    lines = ["usage: streamgrad COMMAND [OPTIONS]", "", "Online gradients of recurrent networks.", "", "commands:"]
+    lines += [f"  {name:12s} {what}" for name, what in COMMANDS.items()]
+    return "\n".join([*lines, "", "`streamgrad COMMAND --help` lists a command's options."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+      argv: its name and options; those of the process by default.
+
+    Returns:
+      The exit code: 0, or 1 where something failed, 2 where the command line was wrong, 130 after Ctrl-C.
+    """
+    name, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"streamgrad {version('streamgrad')}")
+        return 0
+    if name not in COMMANDS:
+        print(f"streamgrad: there is no command {name!r}; choose from {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    try:
+        import tyro
+    except ImportError:
+        print('streamgrad: the command line needs its extra: pip install "streamgrad[cli]".', file=sys.stderr)
+        return 1
+    command = importlib.import_module(f"streamgrad.cli.{name}")
+    options = tyro.cli(command.Options, prog=f"streamgrad {name}", args=rest)
+    try:
+        return command.main(options) or 0
+    except (ValueError, OSError) as error:  # what a user can mend; anything else is ours and keeps its traceback
+        print(f"streamgrad {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped.", file=sys.stderr)
+        return 130

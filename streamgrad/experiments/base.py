@@ -1,0 +1,75 @@
+"""What an experiment is: how it runs, what its figures are, and what it claims."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Claim(NamedTuple):
+    """A statement of the paper, or of ours, held against recorded numbers.
+
+    Attributes:
+      text: the statement, in one sentence.
+      holds: whether the numbers bear it out; None where the recorded data cannot tell.
+      detail: the numbers, in one sentence, and where it fails why.
+    """
+
+    text: str
+    holds: bool | None
+    detail: str
+
+
+class Table(NamedTuple):
+    """A table of the report.
+
+    Attributes:
+      header: the columns' names.
+      rows: cells as text.
+    """
+
+    header: list[str]
+    rows: list[list[str]]
+
+
+class Section(NamedTuple):
+    """A part of the report: one figure with its reading.
+
+    Attributes:
+      title: heading.
+      figure: a matplotlib figure, or None.
+      text: what is seen, in a few sentences of plain text.
+      claims: what it is held against.
+      table: or None.
+      files: CSV files, relative to the run's folder, that a reader may download.
+    """
+
+    title: str
+    figure: Any
+    text: str
+    claims: list[Claim]
+    table: Table | None
+    files: list[str]
+
+
+Progress = Callable[[str, int, int, str], None]  # progress(setting, updates made, of how many, a few words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """One experiment of `streamgrad reproduce`.
+
+    Attributes:
+      name: as on the command line; also the name of its folder inside the run's.
+      figure: which figure of the paper it reproduces, in one line.
+      presets: by name ("smoke", "laptop", "paper"), its configuration, a frozen dataclass of plain values.
+      run: `run(config, folder, progress, resume=False, data=None)` computes, and writes `folder/*.csv`; `data` is the
+        folder of the MNIST files, or None. A run that was killed goes on with `resume=True`.
+      sections: `sections(folder) -> list[Section]`, the report of what `run` wrote. Reads CSV files alone.
+    """
+
+    name: str
+    figure: str
+    presets: Mapping[str, Any]
+    run: Callable[..., None]
+    sections: Callable[[Path], list[Section]]

@@ -1,0 +1,33 @@
+"""The record of a task: where the chunks of a training run come from."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from streamgrad._typing import Array, PyTree
+from streamgrad.base import Chunk, Head
+
+
+class Task(NamedTuple):
+    """An endless source of chunks for a batch of streams.
+
+    Attributes:
+      name: what it is called.
+      n_in: width of one input.
+      head: the head that its targets fit, from `streamgrad.heads`.
+      batch_size: B, the number of streams.
+      length: T, the steps of a chunk.
+      episodic: whether each chunk is one whole episode, beginning with a reset.
+      data: arrays that `sample` reads; an argument, so that they do not become part of the compiled program.
+      init: `init(key) -> state`, where the streams stand.
+      sample: `sample(data, state, key) -> (chunk, state)`; the chunk has the streams as leading axis, then time.
+    """
+
+    name: str
+    n_in: int
+    head: Head
+    batch_size: int
+    length: int
+    episodic: bool
+    data: PyTree
+    init: Callable[[Array], PyTree]
+    sample: Callable[[PyTree, PyTree, Array], tuple[Chunk, PyTree]]
