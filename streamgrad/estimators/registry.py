@@ -76,7 +76,7 @@ ROWS = (
     ),
     Row(
         "reinforce", reinforce, "unbiased for the noisy network", "P", "P", ("state",),
-        "noise σ in the state, its score times the loss; as σ goes to 0, UORO at the state",
+        "noise in the state, its score times the loss; UORO at the state as `sigma` goes to 0",
     ),
 )  # fmt: skip
 

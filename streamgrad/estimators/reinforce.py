@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad import cuts
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
-from streamgrad.checks import check_choice, check_decay, check_state, find_cut, is_traced, leading_length
+from streamgrad.checks import check_choice, check_decay, check_size, check_state, find_cut, is_traced, leading_length
 from streamgrad.estimators.noise import Noise, find_noise
 from streamgrad.estimators.shaping import Shaping, check_q0, shape_noise, shaping
 from streamgrad.online import estimator, restart, transition
@@ -20,17 +20,19 @@ BASELINES = ("none", "average", "noise_free")
 
 
 class Average(NamedTuple):
-    """The baseline "average": an exponential average of past losses.
+    """The baseline "average": an exponential average of past losses, one for all steps or one for each position.
 
     Attributes:
-      total: the weighted sum of the losses.
-      weight: the sum of the weights.
-      score: Σ_s b_s ∇ log p(h̄_s | h̄_{s-1}), like the cell's parameters.
+      total: the weighted sum of the losses, `[]` or `[positions]`.
+      weight: the sum of the weights, likewise.
+      score: of one for all steps, Σ_s b_s ∇ log p(h̄_s | h̄_{s-1}), like the cell's parameters; else None.
+      position: of one for each position, that of the next step in its episode; else None.
     """
 
-    total: Float[Array, ""]
-    weight: Float[Array, ""]
+    total: Float[Array, "*positions"]
+    weight: Float[Array, "*positions"]
     score: PyTree
+    position: Int[Array, ""] | None
 
 
 class ReinforceMemory(NamedTuple):
@@ -68,6 +70,7 @@ def reinforce(
     q0: Any = None,
     noise: str | Noise = "gaussian",
     decay: float = 0.99,
+    positions: int | None = None,
     cut: str = "state",
 ) -> GradientEstimator:
     """REINFORCE as approximate RTRL: the state is perturbed, and what lowers the loss is reinforced (Section 9).
@@ -78,20 +81,20 @@ def reinforce(
 
     Unbiased for the *noisy* network: the mean is the gradient of the expected loss, which differs from that of the
     network without noise by O(σ²). Also `info.loss` is that of the noisy network. As σ goes to zero the estimate under
-    "noise_free" becomes `uoro(cut="state", rescale="none")` under the same noise; without a baseline a term of zero mean
-    and a variance of order 1/σ² is added (`streamgrad.variance.score_variance`).
+    "noise_free" becomes `uoro(cut="state", rescale="none")` under the same noise; without a baseline a term of zero
+    mean and a variance of order 1/σ² is added (`streamgrad.variance.score_variance`).
 
     | baseline b_t | what is subtracted | costs |
     |---|---|---|
     | "none" | nothing | nothing |
-    | "average" | an exponential average of past losses | as much memory again as w̄ |
+    | "average" | an exponential average of past losses, see below | as much memory again as w̄, or `positions` |
     | "noise_free" | the loss of a twin without noise at the same step | a second forward pass |
 
-    The loss before step s depends on noise that is part of w̄_t, so that to subtract an average of past losses from L_t
-    would be biased. What each single step added to w̄_t is given the average of the losses *before that step* instead,
-    Σ_{s<=t} (L_t - b_s) ∇ log p(h̄_s | h̄_{s-1}): unbiased, since b_s knows nothing of u_s. It is one average of all
-    steps of a stream, whatever their position in an episode, so that streams without end have one, too; it goes on
-    through resets.
+    To subtract an average of past losses of the *same* episode from L_t would be biased: they depend on noise that is
+    part of w̄_t. There are two ways out, and a stream's average goes on through resets in both. With `positions`, the
+    average at a position of the episode is over earlier episodes alone. Without, for streams that have no end, there is
+    one average for all steps, and what each step added to w̄_t is given the one of the losses before *that* step,
+    Σ_{s<=t} (L_t - b_s) ∇ log p(h̄_s | h̄_{s-1}): b_s knows nothing of u_s.
 
     Args:
       model: the model whose gradients are estimated.
@@ -102,7 +105,9 @@ def reinforce(
         has the covariance σ² Q_0 Q_0^T.
       noise: "gaussian", "sign_gaussian", or "given" (the caller passes u in place of the key). The score is that of
         Gaussian noise, so that there are no signs.
-      decay: of the baseline "average": the loss k steps back counts decay^k.
+      decay: of the baseline "average": the loss k steps, or with `positions` k episodes, back counts decay^k.
+      positions: of the baseline "average": None, or the length of the longest episode, whose positions each have an
+        average of their own. Steps beyond have none.
       cut: always "state": the whole of it, for an LSTM h and c.
 
     Returns:
@@ -125,6 +130,8 @@ def reinforce(
     check_choice("reinforce's cut", cut, ("state",))
     check_choice("baseline", baseline, BASELINES)
     check_decay(decay)
+    if positions is not None:
+        check_size(positions=positions)
     source = find_noise(noise)
     if source.kurtosis != 0:
         raise ValueError(f"reinforce accumulates the score of Gaussian noise, and cannot do so for {source.name!r}.")
@@ -139,8 +146,13 @@ def reinforce(
         first = sigma if schedule is None else schedule(0)
         check_sigma("sigma", first, dtype)
         updates = None if schedule is None else jnp.zeros((), jnp.int32)
-        zero, none = jax.tree.map(jnp.zeros_like, params.cell), jnp.zeros((), dtype)
-        average = Average(none, none, zero) if baseline == "average" else None
+        zero = jax.tree.map(jnp.zeros_like, params.cell)
+        average = None
+        if baseline == "average" and positions is None:
+            average = Average(jnp.zeros((), dtype), jnp.zeros((), dtype), zero, None)
+        elif baseline == "average":
+            nothing = jnp.zeros(positions, dtype)
+            average = Average(nothing, nothing, None, jnp.zeros((), jnp.int32))
         memory = ReinforceMemory(zero, state if baseline == "noise_free" else None, average)
         return EstimatorState(state, memory, ReinforceShared(shaping(q0, dtype), jnp.asarray(first, dtype), updates))
 
@@ -155,39 +167,30 @@ def reinforce(
 
         end, before, after = _walk(model, params, (state.cell, memory.twin), chunk, kicks)
         loss, head_grads, _ = model.read_out_chunk(params.head, after[0], chunk.targets)
-        average = memory.average
+        average, subtracted = memory.average, jnp.zeros_like(loss)
         if baseline == "noise_free":
             subtracted, _, _ = model.read_out_chunk(params.head, after[1], chunk.targets)
-            credit = loss - subtracted
         elif average is not None:
-            average, subtracted = _average(average, loss, decay)
-            credit = loss
-        else:
-            subtracted, credit = jnp.zeros_like(loss), loss
+            average, subtracted = _average(average, loss, chunk.reset, decay)
+        by_step = baseline == "average" and positions is None  # each step's score has its own b
 
         # Σ_t k_t w̄_t = Σ_s (Σ_{t>=s} k_t) ∇ log p(h̄_s | h̄_{s-1}), sums within episodes: each step's score is needed
         # once, with a weight, and one reverse pass over all steps at once adds them up. `alive` are the steps that the
         # score at the end still counts.
         last = jnp.zeros(length, loss.dtype).at[-1].set(1)
-        columns = jnp.stack([credit, last, jnp.ones_like(loss)], axis=1)
+        columns = jnp.stack([loss if by_step else loss - subtracted, last, jnp.ones_like(loss)], axis=1)
         (credit, alive, count), (old_credit, old_alive, old_count) = _sum_ahead(columns, chunk.reset)
-        if average is not None:
-            credit = credit - count * subtracted
-        weights = [credit, alive] if average is None else [credit, alive, alive * subtracted]
+        weights = [credit - count * subtracted, alive, alive * subtracted] if by_step else [credit, alive]
         pulled = _scores(model, params, before, chunk.inputs, jnp.stack(weights)[:, :, None] * left[None])
 
-        def combine(k: int, *old: tuple[Array, PyTree]) -> PyTree:
-            total = jax.tree.map(lambda leaf: leaf[k], pulled)
-            for weight, score in old:
-                total = jax.tree.map(lambda a, b, w=weight: a + w * b, total, score)
-            return total
+        def add(k: int, weight: Array, old: PyTree) -> PyTree:
+            """The k-th of what was pulled, and a score of before the chunk with its weight."""
+            return jax.tree.map(lambda new, before: new[k] + weight * before, pulled, old)
 
-        score = combine(1, (old_alive, memory.score))
-        if average is None or memory.average is None:
-            cell_grads = combine(0, (old_credit, memory.score))
-        else:
-            cell_grads = combine(0, (old_credit, memory.score), (-old_count, memory.average.score))
-            average = average._replace(score=combine(2, (old_alive, memory.average.score)))
+        score, cell_grads = add(1, old_alive, memory.score), add(0, old_credit, memory.score)
+        if average is not None and by_step:
+            cell_grads = jax.tree.map(lambda a, b: a - old_count * b, cell_grads, memory.average.score)
+            average = average._replace(score=add(2, old_alive, memory.average.score))
         new = EstimatorState(end[0], ReinforceMemory(score, end[1], average), shared)
         return Params(cell_grads, head_grads), new, Info(loss, {"baseline": subtracted})
 
@@ -261,16 +264,28 @@ def _walk(
     return end, before, after
 
 
-def _average(average: Average, losses: Float[Array, " T"], decay: float) -> tuple[Average, Float[Array, " T"]]:
-    """The average after the chunk, and b_s, the average of the losses before each step: 0 where there are none."""
+def _average(
+    average: Average, losses: Float[Array, " T"], reset: Bool[Array, " T"] | None, decay: float
+) -> tuple[Average, Float[Array, " T"]]:
+    """The average after the chunk, and what it was before each step: 0 where there was none."""
 
-    def step(carry: tuple[Array, Array], loss: Array) -> tuple[tuple[Array, Array], Array]:
-        total, weight = carry
-        b = jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)
-        return (decay * total + (1 - decay) * loss, decay * weight + (1 - decay)), b
+    def step(average: Average, now: tuple) -> tuple[Average, Array]:
+        loss, reset = now
+        total, weight, score, position = average
+        if position is None:
+            at, here = total, weight
+        else:
+            position = restart(reset, jnp.zeros_like(position), position)
+            at, here = (x.at[position].get(mode="fill", fill_value=0) for x in (total, weight))
+        b = jnp.where(here > 0, at / jnp.where(here > 0, here, 1), 0)
+        at, here = decay * at + (1 - decay) * loss, decay * here + (1 - decay)
+        if position is None:
+            return Average(at, here, score, None), b
+        total, weight = total.at[position].set(at, mode="drop"), weight.at[position].set(here, mode="drop")
+        return Average(total, weight, score, position + 1), b
 
-    (total, weight), before = jax.lax.scan(step, (average.total, average.weight), losses)
-    return average._replace(total=total, weight=weight), before
+    after, before = jax.lax.scan(step, average._replace(score=None), (losses, reset))
+    return after._replace(score=average.score), before
 
 
 def _sum_ahead(
