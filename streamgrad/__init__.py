@@ -18,7 +18,7 @@ from streamgrad.base import (
     Model,
     Params,
 )
-from streamgrad.estimators import bptt, nobacktrack, preuoro, rtrl, spatial_rtrl, tbptt, uoro
+from streamgrad.estimators import bptt, nobacktrack, preuoro, reinforce, rtrl, spatial_rtrl, tbptt, uoro
 from streamgrad.online import batched, online
 
 __version__ = "0.1.0"
@@ -43,6 +43,7 @@ __all__ = [
     "nobacktrack",
     "online",
     "preuoro",
+    "reinforce",
     "rtrl",
     "spatial_rtrl",
     "tbptt",
