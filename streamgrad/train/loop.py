@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from streamgrad._typing import Array, Int, PyTree
+from streamgrad._typing import Array, Float, Int, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_size
 from streamgrad.tasks.base import Task
@@ -71,6 +71,11 @@ def no_summary(chunk: Chunk, info: Info, grads: Params) -> Row:
     return {}
 
 
+def norm(tree: PyTree) -> Float[Array, ""]:
+    """The Euclidean norm of all numbers in a tree."""
+    return jnp.sqrt(sum((jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)), start=jnp.zeros(())))
+
+
 def training_step(
     task: Task, estimator: GradientEstimator, optimizer: optax.GradientTransformation, summarise: Summary = no_summary
 ) -> StepFn:
@@ -92,9 +97,13 @@ def training_step(
         grads, estimator_state, info = estimator.update(ts.params, ts.estimator, chunk, noise_key)
         grads = jax.tree.map(lambda leaf: leaf / task.length, grads)
         updates, optimizer_state = optimizer.update(grads, ts.optimizer, ts.params)
+        summary = summarise(chunk, info, grads)
+        if task.observe is not None:
+            task_state, seen = task.observe(task_state, chunk, info)
+            summary = seen | summary
         params = optax.apply_updates(ts.params, updates)
 
-        row = {"loss": jnp.mean(info.loss), "gradient_norm": optax.global_norm(grads)}
+        row = {"loss": jnp.mean(info.loss), "gradient_norm": norm(grads)}
         # The parameters too: a finite gradient with too high a rate would leave infinite ones as the last good state.
         checked = [*row.values(), *jax.tree.leaves(params)]
         finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(leaf)) for leaf in checked])
@@ -103,7 +112,6 @@ def training_step(
         new = ts._replace(params=params, estimator=estimator_state, optimizer=optimizer_state, task=task_state)
         # A seed that has stopped keeps its last good state, while the others go on.
         kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, ts)
-        summary = summarise(chunk, info, grads)
         if taken := set(RESERVED) & set(summary):
             raise ValueError(f"a summary must not use the names {', '.join(sorted(taken))}, which every row has.")
         return kept._replace(step=ts.step + 1, stopped=stopped), row | summary
