@@ -105,7 +105,7 @@ PRESETS = {
 
 def make_task(name: str, batch_size: int, data: Path | None) -> Task:
     """The digits, row by row, classified at every row."""
-    return find_task(name, batch_size=batch_size, **({"data": data} if name == "mnist" else {}))
+    return find_task(name, batch_size=batch_size, **({"folder": data} if name == "mnist" else {}))
 
 
 def run(
@@ -134,7 +134,7 @@ def run(
             progress,
             resume=resume,
             summarise=summarise_episodes(task.length),
-            describe={"experiment": "variance", "config": _without_settings(config), "setting": vars(setting)},
+            describe={"experiment": "variance", "config": _describe(config), "setting": vars(setting)},
         )
 
 
@@ -163,8 +163,9 @@ def train_one(
         train(folder, plan, *parts, progress=show, **options)
 
 
-def _without_settings(config: Config) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(config).items() if name != "settings"}
+def _describe(config: Config) -> dict[str, Any]:
+    """What defines a setting's run beside its plan."""
+    return {name: getattr(config, name) for name in ("task", "hidden", "batch_size", "root")}
 
 
 EXPERIMENT = Experiment(

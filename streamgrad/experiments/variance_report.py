@@ -141,8 +141,8 @@ def _training(records: Records) -> Section:
     ]
     width = plots.filter_width(next(iter(records.values())))
     text = (
-        "Training loss of UORO on row-wise digits, for four choices of the noise-shaping matrix Q₀ and the coefficients "
-        "α: mean over trials and the 95% interval of the mean, after a median filter over "
+        "Training loss of UORO on row-wise digits, for four choices of the noise-shaping matrix Q₀ and the "
+        "coefficients α: mean over trials and the 95% interval of the mean, after a median filter over "
         f"{width} rows of each trial, as in the paper's figure."
     )
     table = Table(["setting", "loss, last tenth", "trials"], rows)
@@ -164,9 +164,18 @@ def _variances(records: Records) -> Section:
         ax.set_xlabel("update")
     for ax in axes[:, 0]:
         ax.set_ylabel("variance")
-    handles, labels = next(ax for ax, name in zip(axes.flat, NAMES, strict=True) if name in records).get_legend_handles_labels()
+    handles, labels = next(
+        ax for ax, name in zip(axes.flat, NAMES, strict=True) if name in records
+    ).get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
-    header = ["setting", "measured V(Q)", "predicted V(Q)", "measured / predicted", "V(Q) / ‖g‖²", "total, measured / predicted"]
+    header = [
+        "setting",
+        "measured V(Q)",
+        "predicted V(Q)",
+        "measured / predicted",
+        "V(Q) / ‖g‖²",
+        "total, measured / predicted",
+    ]
     rows = []
     for name, record in records.items():
         actual, expected = np.mean(_late(record, "actual")), np.mean(_late(record, "expected"))
@@ -179,7 +188,14 @@ def _variances(records: Records) -> Section:
         "updates and the minibatch. The table has means over the last half of the updates; its last column holds the "
         "measured total variance against the corrected formula (the printed one has another second term)."
     )
-    return Section("Variance, predicted and measured (Figure 2)", fig, text, variance_claims(records), Table(header, rows), _files(records))
+    return Section(
+        "Variance, predicted and measured (Figure 2)",
+        fig,
+        text,
+        variance_claims(records),
+        Table(header, rows),
+        _files(records),
+    )
 
 
 def _alphas(records: Records) -> Section:
@@ -199,7 +215,9 @@ def _alphas(records: Records) -> Section:
         ax.set_xlabel("update")
     for ax in axes[:, 0]:
         ax.set_ylabel("log αₛ − min log α")
-    handles, labels = next(ax for ax, name in zip(axes.flat, NAMES, strict=True) if name in records).get_legend_handles_labels()
+    handles, labels = next(
+        ax for ax, name in zip(axes.flat, NAMES, strict=True) if name in records
+    ).get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=10)
     text = (
         "log αₛ at several steps s of an episode as training proceeds, less the smallest of the episode, mean over the "
