@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from streamgrad.experiments import ablation, records, variance, variance_report
+from streamgrad.experiments import ablation, variance, variance_report
 
 RESULTS = Path(__file__).parent.parent / "experiments" / "results" / "paper"
 
@@ -18,7 +18,7 @@ def recorded(name):
 
 def test_variance():
     folder = recorded("variance")
-    found = records.read_settings(folder, variance_report.NAMES)
+    found = variance_report.read_finished(folder)
     config = variance.PRESETS["paper"]
     assert {record["loss"].shape[0] for record in found.values()} == {config.trials}
     claims = [*variance_report.variance_claims(found), *variance_report.training_claims(found)]

@@ -191,6 +191,14 @@ def test_claims_follow_the_numbers(tmp_path):
         variance_report.sections(tmp_path)
 
 
+def test_every_preset_is_a_valid_plan():
+    for experiment in (variance.EXPERIMENT, ablation.EXPERIMENT):
+        assert list(experiment.presets) == ["smoke", "laptop", "paper"]
+        for config in experiment.presets.values():
+            plan = variance.plan_of(config)
+            assert plan.updates % plan.updates_per_call == 0  # or the rest would be compiled anew
+
+
 def test_variance_runs_resumes_and_reports(tmp_path):
     config = find_experiment("variance").presets["smoke"]
     config = dataclasses.replace(config, settings=config.settings[:1])

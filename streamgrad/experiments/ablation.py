@@ -146,9 +146,7 @@ def sections(folder: Path) -> list[Section]:
     """The training curves, and what of the paper's claims they bear out."""
     from streamgrad.experiments import plots
 
-    records = read_settings(Path(folder), list(SETTINGS))
-    if not records:
-        raise ValueError(f"{folder} has no metrics of the ablation experiment.")
+    records = read_finished(folder)
     fig, axes = plots.figure(height=4.0)
     ax = axes[0, 0]
     for name, record in records.items():
@@ -173,11 +171,19 @@ def sections(folder: Path) -> list[Section]:
     return [Section("Ablation on the queue task (Figure 4)", fig, text, all_claims(Path(folder)), table, files)]
 
 
+def read_finished(folder: Path) -> dict[str, Record]:
+    """The settings of which at least one trial has run to the end with finite numbers."""
+    found = read_settings(Path(folder), list(SETTINGS))
+    finished = {name: record for name, record in found.items() if len(finite_trials(record, "loss"))}
+    if not finished:
+        raise ValueError(f"{folder} has no metrics of the ablation experiment.")
+    return finished
+
+
 def all_claims(folder: Path) -> list[Claim]:
     """Every claim of this experiment: the paper's two, then ours on groups."""
-    records = read_settings(Path(folder), list(SETTINGS))
-    final = {name: _final(record) for name, record in records.items()}
-    means = {name: float(np.mean(trials)) for name, trials in final.items() if len(trials)}
+    final = {name: _final(record) for name, record in read_finished(folder).items()}
+    means = {name: float(np.mean(trials)) for name, trials in final.items()}
 
     def claim(text: str, below: list[tuple[str, str]], reason: str) -> Claim:
         """Of every pair in `below` the first must have the lower loss."""

@@ -100,7 +100,7 @@ SAME_RATE = tuple(dataclasses.replace(setting, learning_rate=0.005, momentum=0.8
 PRESETS = {
     "smoke": Config("digits", hidden=4, batch_size=4, updates=8, every=2, updates_per_call=4, trials=2),
     "laptop": Config(
-        "digits", 24, batch_size=32, updates=1500, every=15, updates_per_call=500, trials=3, settings=SAME_RATE
+        "digits", 24, batch_size=32, updates=1500, every=20, updates_per_call=500, trials=3, settings=SAME_RATE
     ),
     "paper": Config(
         "mnist", hidden=50, batch_size=50, updates=10_000, every=50, updates_per_call=500, trials=10, root="newton"

@@ -25,16 +25,22 @@ Records = dict[str, Record]
 
 def sections(folder: Path) -> list[Section]:
     """The three figures, and what of the paper's claims the numbers bear out."""
-    records = read_settings(Path(folder), NAMES)
-    if not records:
-        raise ValueError(f"{folder} has no metrics of the variance experiment.")
+    records = read_finished(folder)
     return [_training(records), _variances(records), _alphas(records)]
 
 
 def all_claims(folder: Path) -> list[Claim]:
     """Every claim of this experiment, without its figures."""
-    records = read_settings(Path(folder), NAMES)
+    records = read_finished(folder)
     return [*variance_claims(records), *training_claims(records), *alpha_claims(records)]
+
+
+def read_finished(folder: Path) -> Records:
+    """The settings of which at least one trial has run to the end with finite numbers."""
+    records = {name: r for name, r in read_settings(Path(folder), NAMES).items() if len(finite_trials(r, "loss"))}
+    if not records:
+        raise ValueError(f"{folder} has no metrics of the variance experiment.")
+    return records
 
 
 def late_ratio(record: Record) -> float:
@@ -138,7 +144,7 @@ def _training(records: Records) -> Section:
     ax.set_ylabel("classification loss")
     plots.legend_below(fig, ax)
     rows = [
-        [LABELS[name], show_interval(_late(record, "loss", FINAL)), str(_count(record))]
+        [LABELS[name], show_interval(_late(record, "loss", FINAL)), str(len(finite_trials(record, "loss")))]
         for name, record in records.items()
     ]
     width = plots.filter_width(next(iter(records.values())))
@@ -235,10 +241,6 @@ def _late(record: Record, name: str, fraction: float = LATE) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def _count(record: Record) -> int:
-    return len(finite_trials(record, "loss"))
-
-
 def _steps(record: Record) -> list[int]:
     prefix = "log_alpha_"
     return sorted(int(name.removeprefix(prefix)) for name in record.columns if name.startswith(prefix))
@@ -252,9 +254,8 @@ def _alpha_steps(record: Record, early: bool = False) -> dict[int, float]:
 
 
 def _judge(records: Records, needed: list[str], verdict: bool) -> bool | None:
-    """None where a setting was not run, or has no trial that reached the end."""
-    complete = all(name in records and _count(records[name]) for name in needed)
-    return bool(verdict) if complete else None
+    """None where a setting that is needed has no trial that reached the end."""
+    return bool(verdict) if all(name in records for name in needed) else None
 
 
 def _why(holds: bool | None, reason: str) -> str:
