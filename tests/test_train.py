@@ -16,6 +16,7 @@ import streamgrad as sg
 from streamgrad.tasks import Task, find_task
 from streamgrad.train import Diverged, Plan, begin, metrics, read_metrics, train
 from streamgrad.train.checkpoint import Checkpoints
+from tests.test_readme import ROOT, code_blocks
 
 PLAN = Plan(updates=12, every=2, updates_per_call=4, seeds=2, seed=3)
 
@@ -262,3 +263,18 @@ def test_numbers_that_are_not_finite_in_json(tmp_path):
         "update": 1, "seed": 7, "loss": 0.1, "gradient_norm": None, "x_0_0": None, "x_0_1": None
     }  # fmt: skip
     assert (tmp_path / metrics.CSV).read_text().splitlines()[1] == "1,7,0.1,inf,nan,-inf"
+
+
+def test_example_of_the_docs_runs(tmp_path, monkeypatch):
+    """The first as printed, and the task of the second gives what it says."""
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {}
+    first, second = code_blocks(ROOT / "docs" / "training.md")
+    exec(first, scope)
+    assert scope["columns"]["update"].tolist() == np.repeat(np.arange(20, 201, 20), 3).tolist()
+    exec(second, scope)
+    task = scope["sine"]()
+    chunk, state = task.sample(task.data, task.init(jax.random.key(0)), jax.random.key(0))
+    after = task.sample(task.data, state, jax.random.key(0))[0]
+    np.testing.assert_allclose(chunk.targets[:, -1], after.inputs[:, 0])
+    np.testing.assert_allclose(chunk.targets[:, :-1], chunk.inputs[:, 1:])
