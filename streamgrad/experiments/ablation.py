@@ -98,7 +98,7 @@ class Config:
 PRESETS = {
     "smoke": Config(hidden=5, delay=2, batch_size=4, updates=8, every=2, updates_per_call=4, trials=2),
     "laptop": Config(hidden=10, delay=4, batch_size=20, updates=8000, every=50, updates_per_call=1000, trials=3),
-    "paper": Config(hidden=50, delay=4, batch_size=100, updates=15_000, every=100, updates_per_call=1000, trials=10),
+    "paper": Config(hidden=50, delay=4, batch_size=100, updates=10_000, every=100, updates_per_call=1000, trials=10),
 }
 
 # The end of training, over which final losses are averaged.

@@ -113,14 +113,14 @@ def show(value: float) -> str:
     """A number in three digits.
 
     Example:
-      >>> show(1234.5), show(0.012345), show(float("nan"))
-      ('1230', '0.0123', 'nan')
+      >>> show(1234.5), show(0.012345), show(5.371e7), show(float("nan"))
+      ('1230', '0.0123', '5.37e+07', 'nan')
     """
     if not np.isfinite(value) or value == 0:
         return f"{value:g}"
     digits = 2 - int(np.floor(np.log10(abs(value))))
     rounded = round(value, digits)
-    return f"{rounded:.{max(0, digits)}f}" if digits < 6 else f"{value:.2e}"
+    return f"{rounded:.{max(0, digits)}f}" if -4 < digits < 6 else f"{value:.2e}"
 
 
 def show_interval(trials: np.ndarray) -> str:

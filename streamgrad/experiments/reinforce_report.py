@@ -63,7 +63,7 @@ def _axes(width: float = 7.0) -> tuple[Any, Any]:
     ax = figure.subplots()
     ax.set_xscale("log")
     ax.set_yscale("log")
-    ax.set_xlabel("σ, size of the noise")  # noqa: RUF001
+    ax.set_xlabel("σ, size of the noise")
     ax.grid(alpha=0.3)
     return figure, ax
 
@@ -90,7 +90,7 @@ def _limit(rows: Rows) -> Section:
         "With the loss of a noise-free twin as baseline, REINFORCE becomes UORO at the state as the noise goes to "
         "zero: under the same noise their distance falls in proportion to its size.",
         holds,
-        f"Fitted powers for σ up to {SMALL:g}: {listed}.",  # noqa: RUF001
+        f"Fitted powers for σ up to {SMALL:g}: {listed}.",
     )
     text = (
         "The same noise is given to both estimators. The dotted line is in float32, where the difference of two losses "
@@ -131,7 +131,7 @@ def _variance(rows: Rows) -> Section:
         Claim(
             "Without a baseline the variance grows as the inverse square of the noise, as the predicted term says.",
             abs(power + 2) < 0.1 and worst < 0.05,
-            f"Fitted power {power:.3f}; measured over predicted within {100 * worst:.1f}% for σ up to {SMALL / 10:g}.",  # noqa: RUF001
+            f"Fitted power {power:.3f}; measured over predicted within {100 * worst:.1f}% for σ up to {SMALL / 10:g}.",
         ),
         Claim(
             "With the noise-free baseline the variance stays bounded, and becomes that of UORO at the state.",
