@@ -13,6 +13,7 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, find_cut
 from streamgrad.cuts import Step
+from streamgrad.estimators.carry import find_carry
 from streamgrad.estimators.carrying import (
     carried_estimator,
     carried_rescaling,
@@ -20,7 +21,6 @@ from streamgrad.estimators.carrying import (
     until_ready,
     watched,
 )
-from streamgrad.estimators.carry import find_carry
 from streamgrad.estimators.groups import Groups
 from streamgrad.estimators.noise import Noise, find_noise
 from streamgrad.estimators.outer import Outer, sum_outer

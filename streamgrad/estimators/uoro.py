@@ -10,8 +10,8 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Cut, GradientEstimator, Influence, Model, Params, real_dtype
 from streamgrad.checks import check_choice, find_cut
 from streamgrad.cuts import Step
-from streamgrad.estimators.carrying import carried_estimator, carried_rescaling, switched, until_ready, watched
 from streamgrad.estimators.carry import find_carry
+from streamgrad.estimators.carrying import carried_estimator, carried_rescaling, switched, until_ready, watched
 from streamgrad.estimators.factored import Factors, factored_parts, is_even, sum_factors
 from streamgrad.estimators.groups import Groups, make_groups
 from streamgrad.estimators.noise import Noise, find_noise
