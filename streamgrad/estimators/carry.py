@@ -45,9 +45,9 @@ def carried(
 
     The paper's optimal Q_0 and α need the future of the very episode they are used in. But whatever Q_0 and α are, the
     gradient stays unbiased as long as they do not depend on the noise they shape. So B and C are estimated from *past*
-    windows, by one reverse pass over a window of one stream (`streamgrad.variance.carried`), averaged exponentially, and
-    used for the next. Until enough passes have been made, and whenever an average makes no sense, Q_0 is the identity and
-    α is that of GIR. All of it is state.
+    windows, by one reverse pass over a window of one stream (`streamgrad.variance.carried`), averaged exponentially,
+    and used for the next. Until enough passes have been made, and whenever an average makes no sense, Q_0 is the
+    identity and α is that of GIR. All of it is state.
 
     Args:
       episode: T, where every episode has at most that many steps: α is then one number for each position in it, and the
@@ -59,7 +59,7 @@ def carried(
       damping: how much of the mean eigenvalue of B is added to all of them.
       refresh: after how many windows Q_0 and α are solved anew.
       streams: how many streams of a batch are watched, in turns; None for all.
-      least: how many reverse passes before the averages are used; by default 16, and one for each position of an episode.
+      least: how many reverse passes before the averages are used; by default 16, or as many as an episode has steps.
       q0: "full" (a block for each group), "diagonal" (cheap where there are many preactivations), or "none".
       alpha: "optimal", or one that needs no statistics beside Q_0: "gir", or "greedy" (Appendix D).
       statistics: where B comes from: "reverse", or "appendix_f", the paper's own online estimator, which is of rank two
@@ -100,5 +100,5 @@ def find_carry(carry: Any, cut: str, rescale: Any, q0: Any) -> Carry | None:
     if cut != "preactivation":
         raise ValueError(f"carry needs the cut 'preactivation', not {cut!r}.")
     if q0 is not None or not (isinstance(rescale, str) and rescale == "gir"):
-        raise ValueError("carry chooses Q_0 and α by itself: leave q0 and rescale as they are.")
+        raise ValueError("carry chooses Q_0 and alpha by itself: leave q0 and rescale as they are.")
     return carried() if carry is True else carry

@@ -1,4 +1,4 @@
-"""Q_0 and α carried over from past windows: the estimator's side of `carry=` (the mathematics is in `variance.carried`).
+"""Q_0 and α carried over from past windows: the estimator's side of it. The mathematics is in `variance.carried`.
 
 Two estimators are made of the same parts, one with Q_0 and α from the statistics, one with the identity and GIR, and a
 flag in the shared state chooses between them for each chunk. Since all streams share the flag, only the chosen one is

@@ -11,6 +11,7 @@ from streamgrad.experiments.base import Claim, Experiment, Section, Table
 MODULES = {
     "variance": "streamgrad.experiments.variance",
     "ablation": "streamgrad.experiments.ablation",
+    "carried": "streamgrad.experiments.carried",
 }
 
 

@@ -1,7 +1,7 @@
 """B and C of a window from one reverse pass, and the α of an endless stream: what past windows tell of the next.
 
-B and C are sums over pairs of steps (q, r) of what g_{q,r} = Σ_{t>=q} b_r^(t) makes. Two gradients that one reverse pass
-takes back together give an unbiased estimate of both:
+B and C are sums over pairs of steps (q, r) of what g_{q,r} = Σ_{t>=q} b_r^(t) makes. Two gradients that one reverse
+pass takes back together give an unbiased estimate of both:
 
 - that of all losses, which is g_{r,r} at each step r. For r >= q causality makes g_{q,r} = g_{r,r}, so that every pair
   on and above the diagonal is known exactly;
@@ -27,7 +27,7 @@ from streamgrad.estimators.groups import Groups
 from streamgrad.variance.shaping import Spatial, group_norms, row_squares, same_group
 from streamgrad.variance.sweep import same_episode
 
-# γ of an endless stream is sought between this and its inverse: beyond, next to nothing is left of one step at the next.
+# γ of an endless stream is sought between this and its inverse: beyond, next to nothing is left after a few steps.
 LARGEST_GAMMA = 4.0
 
 
@@ -140,9 +140,8 @@ def estimate_b(groups: Groups, back: Back, log_alpha: Float[Array, "T G"], diago
     known = jnp.sum(jnp.where(causal[:, :, None], ratios * back.norms[None], 0), axis=1)
     q = back.start
     before_start = (jnp.arange(size) < q)[:, None]
-    sampled = jnp.where(
-        before_start, back.length * jnp.exp(2 * (log_alpha - log_alpha[q][None])) * back.norms[q][None], 0
-    )
+    ratio = jnp.exp(2 * (log_alpha - log_alpha[q][None]))
+    sampled = jnp.where(before_start, back.length * ratio * back.norms[q][None], 0)
     scales = jnp.sqrt(jnp.concatenate([known, sampled]))[:, groups.index]
     tall = scales * jnp.concatenate([back.total, back.row])
     if diagonal:
@@ -239,10 +238,10 @@ def geometric_gamma(
 
         f(x) = Σ_{l>=0} c_l exp(l x) + c_0 Σ_{l>0} p_l exp(-l x)
 
-    where c_l is the mean of C[q, q - l]. Pairs with r > q are known from causality: ‖g_{q,r}‖ = ‖g_{r,r}‖ at any distance
-    has the mean c_0, wherever no reset lies between, which is the fraction p_l of pairs. Beyond the lags that were seen,
-    c_l counts as zero, and p_l goes on as if resets had no memory. Without resets p_l = 1 for all l, and γ > 1: an
-    endless stream must forget.
+    where c_l is the mean of C[q, q - l]. Pairs with r > q are known from causality: g_{q,r} = g_{r,r} at any distance,
+    so that their mean is c_0 wherever no reset lies between, which is the fraction p_l of pairs. Beyond the lags that
+    were seen, c_l counts as zero, and p_l goes on as if resets had no memory. Without resets p_l = 1 for all l, and
+    γ > 1: an endless stream must forget.
 
     Args:
       c: sum of C over the pairs at each lag, or its average over windows.
