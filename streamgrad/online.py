@@ -33,6 +33,7 @@ from streamgrad.cuts import linearise
 Result = tuple[Params, EstimatorState, Info]
 Parts = Callable[[Params, EstimatorState, Chunk, Any], tuple[PyTree, EstimatorState, Info]]
 Check = Callable[[Chunk, int, Any], None]
+Learn = Callable[[Params, EstimatorState, EstimatorState, Chunk, Info], tuple[PyTree, Info]]
 
 # The axes along which streams are mapped: all of the state but what they share.
 _STREAMS = EstimatorState(cell=0, memory=0, shared=None)
@@ -57,6 +58,7 @@ def estimator(
     parts: Parts,
     total: Callable[[PyTree], Params] = sum_over_streams,
     check: Check = lambda *_: None,
+    learn: Learn | None = None,
 ) -> GradientEstimator:
     """Put the checks of the input before pure functions, compile them, and add the form for many streams.
 
@@ -67,6 +69,8 @@ def estimator(
       total: makes the gradient, summed over streams, of what `parts` returns, stacked along a leading axis for
         streams. A sum of outer products, for one, is a single matrix product over all streams and steps.
       check: `check(chunk, length, key)`, raises ValueError for what this estimator in particular cannot take.
+      learn: `learn(params, state before, state after, chunk, info) -> (shared, info)`, for what the streams share and
+        learn from each chunk. Called once for all of them: everything has a leading axis for streams but `shared`.
 
     Returns:
       The estimator. Its `update` is traced once for each shape, whether the caller compiles it or not.
@@ -76,14 +80,23 @@ def estimator(
 
     @jax.jit
     def compiled(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
-        summands, state, info = parts(params, state, chunk, key)
-        return total(jax.tree.map(lambda leaf: leaf[None], summands)), state, info
+        summands, new, info = parts(params, state, chunk, key)
+        if learn is not None:
+            before, after, one_chunk, one_info = jax.tree.map(lambda leaf: leaf[None], (state, new, chunk, info))
+            shared, one_info = learn(
+                params, before._replace(shared=state.shared), after._replace(shared=new.shared), one_chunk, one_info
+            )
+            new, info = new._replace(shared=shared), jax.tree.map(lambda leaf: leaf[0], one_info)
+        return total(jax.tree.map(lambda leaf: leaf[None], summands)), new, info
 
     @jax.jit
     def compiled_streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
         many = jax.vmap(parts, in_axes=(None, _STREAMS, 0, 0), out_axes=(0, _STREAMS, 0))
-        summands, state, info = many(params, state, chunk, keys)
-        return jax.tree.map(lambda leaf: leaf / len(info.loss), total(summands)), state, info
+        summands, new, info = many(params, state, chunk, keys)
+        if learn is not None:
+            shared, info = learn(params, state, new, chunk, info)
+            new = new._replace(shared=shared)
+        return jax.tree.map(lambda leaf: leaf / len(info.loss), total(summands)), new, info
 
     def check_all(params: Params, cell_state: PyTree, chunk: Chunk, key: Any) -> None:
         check_params(expected, params)

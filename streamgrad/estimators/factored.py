@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Cut, EstimatorState, Info, Model, Params, real_dtype
@@ -69,6 +70,7 @@ def factored_parts(
     draw: Callable[..., Shaped],
     init: Callable[[Params], EstimatorState],
     immediate: str,
+    watched: bool = False,
 ) -> Parts:
     """UORO's `parts` as `streamgrad.online.estimator` takes them, for whole chunks; `sum_factors` is their total.
 
@@ -80,6 +82,7 @@ def factored_parts(
       draw: UORO's noise.
       init: UORO's state.
       immediate: "estimated" or "exact".
+      watched: whether to leave states and gradients of the losses with respect to them among the diagnostics.
 
     Returns:
       The function.
@@ -184,6 +187,9 @@ def factored_parts(
         )
         factors = Factors(weight, state.memory.cotangent, outer)
         info = Info(loss, {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]})
+        if watched:
+            vectors = jax.vmap(lambda state: ravel_pytree(state)[0])(kept["state"])
+            info.diagnostics.update(state=vectors, dl_dstate=dl_dstate)
         return (factors, head_grads), EstimatorState(cell_state, memory, state.shared), info
 
     return parts

@@ -1,5 +1,7 @@
 """PreUORO, also known as KF-RTRL: the temporal projection without the spatial one."""
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +13,20 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, find_cut
 from streamgrad.cuts import Step
+from streamgrad.estimators.carry import find_carry
+from streamgrad.estimators.carrying import (
+    carried_estimator,
+    carried_rescaling,
+    switched,
+    until_ready,
+    watched,
+)
+from streamgrad.estimators.groups import Groups
 from streamgrad.estimators.noise import Noise, find_noise
 from streamgrad.estimators.outer import Outer, sum_outer
-from streamgrad.estimators.rescale import Terms, find_rescaling
+from streamgrad.estimators.rescale import Rescaling, Terms, find_rescaling
 from streamgrad.estimators.uoro import check_alpha_length
-from streamgrad.online import online
+from streamgrad.online import online, online_parts
 
 
 class PreUoroMemory(NamedTuple):
@@ -38,6 +49,7 @@ def preuoro(
     rescale: Any = "gir",
     immediate: str = "estimated",
     cut: str = "preactivation",
+    carry: Any = None,
 ) -> GradientEstimator:
     """UORO that projects in time alone, because dh_t/dW_t = (dh_t/dz_t) ⊗ a_t^T is of rank one already (Section 8).
 
@@ -54,6 +66,7 @@ def preuoro(
       rescale: "gir", "greedy", "none", or α as an array `[T]`, or `[T, M]` for M weight matrices.
       immediate: "estimated", or "exact", which backpropagates the current step and estimates the past alone.
       cut: always "preactivation".
+      carry: as in `uoro`, for α alone: there is no spatial noise to shape.
 
     Returns:
       The estimator. Its diagnostics are `gamma` and `beta`, `[T, M]`.
@@ -74,7 +87,10 @@ def preuoro(
     check_choice("preuoro's cut", cut, ("preactivation",))
     vertex = find_cut(model, cut)
     source = find_noise(noise)
-    rescaling = find_rescaling(rescale)
+    chosen = find_carry(carry, cut, rescale, None)
+    if chosen is not None and (chosen.alpha, chosen.statistics) != ("optimal", "reverse"):
+        raise ValueError("preuoro can carry over alpha alone: carried(alpha='optimal', statistics='reverse').")
+    rescaling = find_rescaling(rescale) if chosen is None else carried_rescaling(chosen)
     check_choice("immediate", immediate, ("estimated", "exact"))
     layout = cuts.layout(model.cell, vertex)
     count = len(layout.rows)
@@ -103,7 +119,12 @@ def preuoro(
         return source.draw(key, (length,), dtype)
 
     def advance(
-        shared: PyTree, memory: PreUoroMemory, step: Step, noise: Float[Array, ""], dl_dstate: Array
+        rescaling: Rescaling,
+        shared: PyTree,
+        memory: PreUoroMemory,
+        step: Step,
+        noise: Float[Array, ""],
+        dl_dstate: Array,
     ) -> tuple[PreUoroMemory, dict[str, Array]]:
         propagated = jax.vmap(step.propagate)(memory.tangent)
         pushed = noise * jax.vmap(step.push)(jnp.eye(layout.size, dtype=propagated.dtype))
@@ -138,4 +159,15 @@ def preuoro(
         source.check(key)
         check_alpha_length(rescaling, chunk, length)
 
-    return online(model, Influence(vertex, init, advance, contract, draw, shared, total), check)
+    def influence(rescaling: Rescaling) -> Influence:
+        return Influence(vertex, init, functools.partial(advance, rescaling), contract, draw, shared, total)
+
+    if chosen is None:
+        return online(model, influence(rescaling), check)
+    begin, parts, sum_up = online_parts(model, watched(influence(rescaling)))
+    otherwise = online_parts(model, watched(influence(until_ready(rescaling))))[1]
+    groups = Groups(count, matrix_of_row, layout.rows)
+    only_alpha = dataclasses.replace(chosen, q0="none")
+    return carried_estimator(
+        model, groups, only_alpha, begin, switched(parts, otherwise, lambda shaping, alpha: alpha), sum_up, check
+    )

@@ -10,12 +10,14 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Cut, GradientEstimator, Influence, Model, Params, real_dtype
 from streamgrad.checks import check_choice, find_cut
 from streamgrad.cuts import Step
+from streamgrad.estimators.carry import find_carry
+from streamgrad.estimators.carrying import carried_estimator, carried_rescaling, switched, until_ready, watched
 from streamgrad.estimators.factored import Factors, factored_parts, is_even, sum_factors
 from streamgrad.estimators.groups import Groups, make_groups
 from streamgrad.estimators.noise import Noise, find_noise
 from streamgrad.estimators.rescale import Rescaling, Terms, find_rescaling
 from streamgrad.estimators.shaping import Shaped, Shaping, check_q0, shape_gradient, shape_noise, shaping
-from streamgrad.online import estimator, online_parts, sum_over_streams
+from streamgrad.online import Parts, estimator, online_parts, sum_over_streams
 
 
 class UoroMemory(NamedTuple):
@@ -55,6 +57,7 @@ def uoro(
     q0: Any = None,
     immediate: str = "estimated",
     form: str = "auto",
+    carry: Any = None,
 ) -> GradientEstimator:
     """Unbiased online recurrent optimisation: dh_t/dθ as a rank-one product of two vectors (Section 5).
 
@@ -76,9 +79,11 @@ def uoro(
         estimates the past alone.
       form: how it is computed, not what: "auto" touches the cotangent once per chunk where it can (at preactivations,
         with groups of the same size in each weight matrix), "plain" at every step, as the equations stand.
+      carry: True, or `streamgrad.estimators.carried(...)`: Q_0 and α from what past windows have shown.
 
     Returns:
-      The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`.
+      The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`, and with `carry`, as `carried`, whether what is
+      carried over was in use, `[T]`.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
@@ -96,7 +101,8 @@ def uoro(
     """
     vertex = find_cut(model, cut)
     source = find_noise(noise)
-    rescaling = find_rescaling(rescale)
+    chosen = find_carry(carry, cut, rescale, q0)
+    rescaling = find_rescaling(rescale) if chosen is None else carried_rescaling(chosen)
     check_choice("immediate", immediate, ("estimated", "exact"))
     check_choice("form", form, ("auto", "plain"))
     layout = cuts.layout(model.cell, vertex)
@@ -108,16 +114,27 @@ def uoro(
         source.check(key)
         check_alpha_length(rescaling, chunk, length)
 
-    influence = rank_one(layout, vertex, source, rescaling, partition, q0, immediate)
-    begin, plain, plain_total = online_parts(model, influence)
-    if form == "plain" or cut != "preactivation" or rescaling.uses_loss or not is_even(partition):
-        return estimator(model, begin, plain, plain_total, check)
+    fast = form == "auto" and cut == "preactivation" and not rescaling.uses_loss and is_even(partition)
+
+    def parts_with(rescaling: Rescaling) -> tuple[Any, Parts, Any]:
+        """`init`, `parts` and `total` as `estimator` takes them."""
+        influence = rank_one(layout, vertex, source, rescaling, partition, q0, immediate)
+        if not fast:
+            return online_parts(model, influence if chosen is None else watched(influence))
+        begin = online_parts(model, influence)[0]
+        parts = factored_parts(
+            model, vertex, partition, rescaling, influence.draw, begin, immediate, watched=chosen is not None
+        )
+        return begin, parts, total
 
     def total(summands: tuple[Factors, PyTree]) -> Params:
         return Params(sum_factors(partition, summands[0]), sum_over_streams(summands[1]))
 
-    factored = factored_parts(model, vertex, partition, rescaling, influence.draw, begin, immediate)
-    return estimator(model, begin, factored, total, check)
+    begin, parts, sum_up = parts_with(rescaling)
+    if chosen is None:
+        return estimator(model, begin, parts, sum_up, check)
+    parts = switched(parts, parts_with(until_ready(rescaling))[1], UoroShared)
+    return carried_estimator(model, partition, chosen, begin, parts, sum_up, check, groups)
 
 
 def rank_one(

@@ -12,6 +12,7 @@ MODULES = {
     "variance": "streamgrad.experiments.variance",
     "ablation": "streamgrad.experiments.ablation",
     "reinforce": "streamgrad.experiments.reinforce",
+    "carried": "streamgrad.experiments.carried",
 }
 
 # Run when named, but no part of "all".

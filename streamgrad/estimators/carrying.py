@@ -1,0 +1,444 @@
+"""Q_0 and α carried over from past windows: the estimator's side of it. The mathematics is in `variance.carried`.
+
+Two estimators are made of the same parts, one with Q_0 and α from the statistics, one with the identity and GIR, and a
+flag in the shared state chooses between them for each chunk. Since all streams share the flag, only the chosen one is
+computed: once the statistics are used, GIR's norms cost nothing. After each update `learn` looks back over a window of
+the streams it watches. What it finds depends on data and parameters, not on the noise of the window, and is not used
+before the next; which stream is watched, and from which step the reverse pass starts, go by turns.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from streamgrad import cuts
+from streamgrad._typing import Array, Bool, Float, Int, PyTree
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Influence, Info, Model, Params, real_dtype
+from streamgrad.estimators.carry import Carry
+from streamgrad.estimators.groups import Groups
+from streamgrad.estimators.rescale import Rescaling, Scales, Terms, find_rescaling, geometric, given
+from streamgrad.estimators.shaping import Shaping
+from streamgrad.online import Check, Learn, Parts, estimator
+from streamgrad.variance.carried import (
+    Back,
+    Window,
+    estimate_b,
+    estimate_c,
+    estimate_lags,
+    geometric_gamma,
+    go_back,
+)
+from streamgrad.variance.equilibrate import optimal_alpha
+from streamgrad.variance.online_b import draw_b_noise
+from streamgrad.variance.online_b import estimate_b as estimate_b_online
+from streamgrad.variance.optimal_q import optimal_q0
+from streamgrad.variance.shaping import Spatial, same_group
+
+# α is solved for until rows and columns of C balance to this, which V does not notice.
+_TOLERANCE = 1e-3
+# A tangent this large comes of a γ that has outlived its dynamics; GIR brings it back.
+_LARGEST_TANGENT = 1e12
+
+
+class Averages(NamedTuple):
+    """Exponential averages over windows, not yet divided by their weights; None where they are not needed.
+
+    Attributes:
+      weight: what a window that is 1 has added up to.
+      b: B, `[N, N]` or its diagonal `[N]`.
+      c: for episodes C over positions, its rows below the diagonal as often as they were seen.
+      visits: how often, for each position.
+      steps: how many steps a window has at each position.
+      lags: for streams the sums of C over pairs at each lag.
+      same: pairs at each lag without a reset between them.
+      pairs: pairs at each lag.
+    """
+
+    weight: Float[Array, ""]
+    b: Array | None = None
+    c: Float[Array, "L L G"] | None = None
+    visits: Float[Array, " L"] | None = None
+    steps: Float[Array, " L"] | None = None
+    lags: Float[Array, "W G"] | None = None
+    same: Float[Array, " W"] | None = None
+    pairs: Float[Array, " W"] | None = None
+
+
+class Gathered(NamedTuple):
+    """The window that is being filled, one for each stream that is watched.
+
+    Attributes:
+      window: the steps so far.
+      scales: γ and β of them.
+      filled: how many.
+    """
+
+    window: Window
+    scales: Float[Array, "K W 2 G"]
+    filled: Int[Array, ""]
+
+
+class CarriedShared(NamedTuple):
+    """What all streams have in common; a plain pytree, so that it is saved with everything else.
+
+    Attributes:
+      shaping: Q_0 and its inverse, or None.
+      alpha: α for each position, `[L, G]`; γ of a stream, `[G]`; or None.
+      ready: whether the next chunk uses them, or the identity and GIR.
+      solved: whether they make sense.
+      windows: how many windows there have been.
+      passes: how many reverse passes the averages are made of.
+      averages: what Q_0 and α are solved from.
+      gathered: for streams, the window that is being filled.
+    """
+
+    shaping: Shaping | None
+    alpha: Array | None
+    ready: Bool[Array, ""]
+    solved: Bool[Array, ""]
+    windows: Int[Array, ""]
+    passes: Int[Array, ""]
+    averages: Averages
+    gathered: Gathered | None
+
+
+def carried_rescaling(carry: Carry) -> Rescaling:
+    """How γ and β follow from the α that is carried over."""
+    if carry.alpha != "optimal":
+        return find_rescaling(carry.alpha)
+    return geometric() if carry.episode is None else given(np.ones(carry.episode))
+
+
+def until_ready(rescaling: Rescaling) -> Rescaling:
+    """GIR, which keeps `rescaling`'s memory up to date while it stands in for it."""
+    gir = find_rescaling("gir")
+
+    def coefficients(shared: PyTree, memory: PyTree, terms: Terms) -> tuple[Scales, Scales, PyTree]:
+        past, present, _ = gir.coefficients(None, None, terms)
+        return past, present, rescaling.coefficients(shared, memory, terms)[2]
+
+    return rescaling._replace(name="gir", coefficients=coefficients, uses_norms=True)
+
+
+def switched(when_ready: Parts, otherwise: Parts, view: Callable[[Shaping | None, Array | None], PyTree]) -> Parts:
+    """One of two `parts`, by the flag in the shared state.
+
+    Args:
+      when_ready: with Q_0 and α.
+      otherwise: with the identity and GIR.
+      view: `view(shaping, alpha)`, what the parts call shared.
+
+    Returns:
+      Parts that pass the shared state through.
+    """
+
+    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[PyTree, EstimatorState, Info]:
+        shared: CarriedShared = state.shared
+
+        def branch(parts: Parts, shaping: Shaping | None) -> Callable:
+            def run(cell: PyTree, memory: PyTree) -> tuple:
+                inner = EstimatorState(cell, memory, view(shaping, shared.alpha))
+                summands, new, info = parts(params, inner, chunk, key)
+                return summands, new.cell, new.memory, info
+
+            return run
+
+        summands, cell, memory, info = jax.lax.cond(
+            shared.ready, branch(when_ready, shared.shaping), branch(otherwise, None), state.cell, state.memory
+        )
+        flag = jnp.broadcast_to(shared.ready.astype(info.loss.dtype), info.loss.shape)
+        return summands, EstimatorState(cell, memory, shared), Info(info.loss, {**info.diagnostics, "carried": flag})
+
+    return parts
+
+
+def watched(influence: Influence) -> Influence:
+    """An influence that leaves states and gradients of the losses among its diagnostics, for `learn` to look at."""
+
+    def advance(shared: PyTree, memory: PyTree, step: Any, noise: PyTree, dl_dstate: Array) -> tuple[PyTree, dict]:
+        memory, diagnostics = influence.advance(shared, memory, step, noise, dl_dstate)
+        return memory, {**diagnostics, "state": ravel_pytree(step.state)[0], "dl_dstate": dl_dstate}
+
+    return influence._replace(advance=advance)
+
+
+def carried_estimator(
+    model: Model,
+    groups: Groups,
+    carry: Carry,
+    begin: Callable[[Params], EstimatorState],
+    parts: Parts,
+    total: Callable[[PyTree], Params],
+    check: Check,
+    asked: int = 1,
+) -> GradientEstimator:
+    """An estimator of switched parts, with the statistics as its shared state; see `make_learner`."""
+    begin_shared, learn = make_learner(model, groups, carry, asked)
+
+    def init(params: Params) -> EstimatorState:
+        return begin(params)._replace(shared=begin_shared(params))
+
+    return estimator(model, init, parts, total, check, learn)
+
+
+def make_learner(
+    model: Model, groups: Groups, carry: Carry, asked: int = 1
+) -> tuple[Callable[[Params], CarriedShared], Learn]:
+    """The statistics at the beginning, and what each update adds to them.
+
+    Args:
+      model: the model, with preactivations.
+      groups: the partition of its preactivations; each group has its own block of Q_0 and its own α.
+      carry: the user's choice.
+      asked: how many groups the user asked for.
+
+    Returns:
+      `init(params)` and `learn` as `streamgrad.online.estimator` takes it. The parts must leave the states and the
+      gradients of the losses with respect to them among their diagnostics, as "state" and "dl_dstate".
+    """
+    size, count = len(groups.index), groups.count
+    optimal = carry.alpha == "optimal"
+    reverse = optimal or carry.statistics == "reverse"
+    length = carry.episode
+    example = model.cell.example_input
+    if length is None and example is None:
+        raise ValueError("carry on streams must know what an input looks like: give the cell an example_input.")
+    state_size = cuts.layout(model.cell, model.cell.cuts["preactivation"]).state_size
+
+    def init(params: Params) -> CarriedShared:
+        dtype = real_dtype(params.cell)
+        zero = jnp.zeros((), dtype)
+        averages, alpha, shaping, gathered = Averages(zero), None, None, None
+        if carry.q0 == "full":
+            shaping = Shaping(jnp.eye(size, dtype=dtype), jnp.eye(size, dtype=dtype))
+        elif carry.q0 == "diagonal":
+            shaping = Shaping(jnp.ones(size, dtype), jnp.ones(size, dtype))
+        if shaping is not None:
+            averages = averages._replace(b=jnp.zeros_like(shaping.q0))
+        if optimal and length is not None:
+            alpha, each = jnp.ones((length, count), dtype), jnp.zeros(length, dtype)
+            averages = averages._replace(c=jnp.zeros((length, length, count), dtype), visits=each, steps=each)
+        elif optimal:
+            alpha, each = jnp.ones(count, dtype), jnp.zeros(carry.window, dtype)
+            averages = averages._replace(lags=jnp.zeros((carry.window, count), dtype), same=each, pairs=each)
+        if length is None and carry.streams is not None:
+            gathered = empty_window(dtype, carry.streams)
+        no, none = jnp.zeros((), bool), jnp.zeros((), jnp.int32)
+        return CarriedShared(shaping, alpha, no, no, none, none, averages, gathered)
+
+    def empty_window(dtype: Any, watched: int) -> Gathered:
+        steps = (watched, carry.window)
+        inputs = jax.tree.map(lambda x: jnp.zeros((*steps, *x.shape), _stored(x.dtype, dtype)), example)
+        vectors = jnp.zeros((*steps, state_size), dtype)
+        window = Window(vectors, inputs, vectors, jnp.zeros(steps, bool))
+        return Gathered(window, jnp.ones((*steps, 2, count), dtype), jnp.zeros((), jnp.int32))
+
+    def spatial(shaping: Shaping | None) -> Spatial:
+        return Spatial(groups, None, None) if shaping is None else Spatial(groups, shaping.q0, shaping.inverse)
+
+    def log_alpha_of(shared: CarriedShared, scales: Float[Array, "T 2 G"], position: Array | None) -> Array:
+        """log α of a window: what is carried over, or what the estimator used."""
+        if not optimal:
+            logs = jnp.log(jnp.where(scales > 0, scales, 1))
+            later = jnp.cumsum(logs[::-1, 0], axis=0)[::-1]
+            return logs[:, 1] + jnp.concatenate([later[1:], jnp.zeros_like(later[:1])])
+        assert shared.alpha is not None
+        if position is not None:
+            return jnp.log(shared.alpha)[position]
+        return -jnp.arange(len(scales)).astype(shared.alpha.dtype)[:, None] * jnp.log(shared.alpha)[None]
+
+    def statistics(params: Params, shared: CarriedShared, turn: Array, filled: Any, watched: tuple) -> Averages:
+        """What one window of one stream adds."""
+        window, scales, position, chunk = watched
+        log_alpha = log_alpha_of(shared, scales, position)
+        found = Averages(jnp.ones((), log_alpha.dtype))
+        if carry.statistics == "appendix_f":
+            # Not from the caller's key, which the gradient's noise comes from.
+            noise = draw_b_noise(jax.random.fold_in(jax.random.key(0), turn), len(scales), size, log_alpha.dtype)
+            b = estimate_b_online(model, params, chunk, noise, jnp.exp(log_alpha), asked).b
+            found = found._replace(b=jnp.diagonal(b) if carry.q0 == "diagonal" else b)
+        if not reverse:
+            return found
+        back = go_back(model, params, groups, window, in_turns(turn, len(scales), filled), filled)
+        if carry.q0 != "none" and carry.statistics == "reverse":
+            found = found._replace(b=estimate_b(groups, back, log_alpha, carry.q0 == "diagonal"))
+        if optimal and position is not None:
+            return by_position(found, shared, back, position)
+        if optimal:
+            lags = estimate_lags(spatial(shared.shaping), back, carry.window)
+            found = found._replace(lags=lags.c, same=lags.same, pairs=lags.pairs)
+        return found
+
+    def by_position(found: Averages, shared: CarriedShared, back: Back, position: Int[Array, " T"]) -> Averages:
+        assert length is not None
+        c = estimate_c(spatial(shared.shaping), back)
+        at = position[back.start]
+        total = jnp.zeros((length, length, count), c.row.dtype)
+        total = total.at[position[:, None], position[None, :]].add(c.known)
+        total = total.at[at, position].add(back.length * c.row)
+        each = jnp.zeros(length, c.row.dtype)
+        return found._replace(c=total, visits=each.at[at].add(back.length), steps=each.at[position].add(1))
+
+    def observe(params: Params, shared: CarriedShared, watched: tuple, filled: Any) -> CarriedShared:
+        """Add windows of all watched streams to the averages; every few windows solve for Q_0 and α."""
+        many = jax.tree.leaves(watched)[0].shape[0]
+        turns = shared.windows * many + jnp.arange(many)
+        found = jax.vmap(lambda turn, one: statistics(params, shared, turn, filled, one))(turns, watched)
+        found = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), found)
+        good = _all_finite(found)  # a window that is not is left out: an average would never recover
+        averages = jax.tree.map(
+            lambda old, new: jnp.where(good, carry.decay * old + (1 - carry.decay) * new, old), shared.averages, found
+        )
+        windows, passes = shared.windows + 1, jnp.minimum(shared.passes + jnp.where(good, many, 0), 1 << 20)
+        shared = shared._replace(averages=averages, windows=windows, passes=passes)
+        old_enough = passes >= carry.passes
+        due = old_enough & ((windows % carry.refresh == 0) | (passes < carry.passes + many))
+        return jax.lax.cond(due, solve, lambda shared: shared, shared)
+
+    def solve(shared: CarriedShared) -> CarriedShared:
+        averages = shared.averages
+        weight = jnp.where(averages.weight > 0, averages.weight, 1)
+        good = averages.weight > 0
+        shaping, alpha = shared.shaping, shared.alpha
+        if averages.b is not None:
+            shaping, sound = solve_q0(averages.b / weight)
+            good &= sound
+        if averages.c is not None:
+            alpha, sound = solve_alpha(averages, weight)
+            good &= sound
+        elif averages.lags is not None:
+            assert averages.same is not None and averages.pairs is not None
+            alpha, sound = jax.vmap(geometric_gamma, in_axes=(1, None, None))(
+                averages.lags, averages.same, averages.pairs
+            )
+            good &= jnp.all(sound)
+        good &= _all_finite((shaping, alpha))
+        kept = (shared.shaping, shared.alpha)
+        shaping, alpha = jax.tree.map(lambda new, old: jnp.where(good, new, old), (shaping, alpha), kept)
+        return shared._replace(shaping=shaping, alpha=alpha, solved=good)
+
+    def solve_q0(b: Array) -> tuple[Shaping, Bool[Array, ""]]:
+        mine = jnp.asarray(same_group(groups), b.dtype)
+        trace = mine @ (b if b.ndim == 1 else jnp.diagonal(b))
+        if b.ndim == 1:
+            relative = b / jnp.where(trace > 0, trace / jnp.sum(mine, axis=1), 1) + carry.damping
+            q0 = jnp.maximum(relative, jnp.finfo(b.dtype).eps) ** -0.25
+            inverse = 1 / q0
+            squares, inverse_squares = q0**2, inverse**2
+        else:
+            q0 = optimal_q0(b, carry.damping, groups.index)
+            inverse = jnp.where(same_group(groups), jnp.linalg.inv(q0), 0)
+            squares, inverse_squares = jnp.sum(q0**2, axis=1), jnp.sum(inverse**2, axis=1)
+        # Q_0's scale is α's. With equal traces of Q_0 Q_0^T and its inverse, a new Q_0 does not shift the balance
+        # between what the stream has gathered and what it adds; the identity has them, too.
+        scale = (mine @ inverse_squares / (mine @ squares)) ** 0.25
+        if b.ndim == 2:
+            scale = scale[:, None]
+        return Shaping(q0 * scale, inverse / scale), jnp.all(trace > 0)
+
+    def solve_alpha(averages: Averages, weight: Array) -> tuple[Array, Bool[Array, ""]]:
+        assert averages.c is not None and averages.visits is not None and averages.steps is not None
+        visited = averages.visits > 0
+        # Above the diagonal each window adds all; below, a row as often as it was visited, to be scaled to its due.
+        due = jnp.where(visited, averages.steps / weight / jnp.where(visited, averages.visits, 1), 0)
+        upper = np.triu(np.ones(averages.c.shape[:2], bool))[:, :, None]
+        c = averages.c * jnp.where(upper, 1 / weight, due[:, None, None])
+        solution = jax.vmap(lambda c: optimal_alpha(c, max_iterations=20, tolerance=_TOLERANCE))(jnp.moveaxis(c, -1, 0))
+        sound = jnp.all(solution.residual <= 100 * _TOLERANCE) & jnp.all(jnp.sum(c, axis=(0, 1)) > 0)
+        return solution.alpha.T, sound
+
+    def learn(
+        params: Params, before: EstimatorState, after: EstimatorState, chunk: Chunk, info: Info
+    ) -> tuple[CarriedShared, Info]:
+        shared: CarriedShared = before.shared
+        diagnostics = dict(info.diagnostics)
+        states, dl_dstate = diagnostics.pop("state"), diagnostics.pop("dl_dstate")
+        batch, steps = info.loss.shape
+        many = min(carry.streams or batch, batch)
+        which = (shared.windows % batch * many + jnp.arange(many)) % batch
+
+        def take(tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda leaf: leaf[which], tree)
+
+        reset = jnp.zeros((many, steps), bool) if chunk.reset is None else chunk.reset[which]
+        fresh = ravel_pytree(model.init_state(params))[0]
+        first = jax.vmap(lambda cell: ravel_pytree(cell)[0])(take(before.cell))
+        earlier = jnp.concatenate([first[:, None], take(states)[:, :-1]], axis=1)
+        earlier = jnp.where(reset[:, :, None], fresh[None, None], earlier)
+        window = Window(earlier, take(chunk.inputs), take(dl_dstate), reset)
+        scales = jnp.stack([take(diagnostics["gamma"]), take(diagnostics["beta"])], axis=2)
+        if length is not None:
+            position = None
+            if optimal:
+                position = jax.vmap(_positions, in_axes=(0, 0, None))(take(before.memory.rescaling), reset, length)
+            shared = observe(params, shared, (window, scales, position, take(chunk)), steps)
+        else:
+            shared = gather(params, shared, window, scales)
+        calm = jnp.all(jnp.abs(after.memory.tangent) < _LARGEST_TANGENT)
+        return shared._replace(ready=shared.solved & calm), Info(info.loss, diagnostics)
+
+    def gather(params: Params, shared: CarriedShared, window: Window, scales: Array) -> CarriedShared:
+        """Fill the window; look back once it is full."""
+        many, steps = scales.shape[:2]
+        if steps >= carry.window:
+            whole = jax.tree.map(lambda leaf: leaf[:, : carry.window], (window, scales))
+            return observe(params, shared, (*whole, None, None), carry.window)
+        before = shared.gathered
+        if before is None:
+            raise ValueError(
+                f"to watch all streams, streams=None, chunks must be at least as long as the window, {carry.window} "
+                f"steps, not {steps}: give a number of streams, or a shorter window."
+            )
+        # Chunks of another length than before may not fit: then it is begun anew.
+        at = jnp.where(before.filled + steps > carry.window, 0, before.filled)
+
+        def write(old: Array, new: Array) -> Array:
+            # What is left of the window before must not be looked back from.
+            old = old[:many]
+            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, axis=1)
+
+        kept = before.window._replace(dl_dstate=jnp.where(at == 0, 0, before.window.dl_dstate))
+        filled, (window, scales) = at + steps, jax.tree.map(write, (kept, before.scales), (window, scales))
+        full = filled + steps > carry.window
+
+        def look_back(shared: CarriedShared) -> CarriedShared:
+            return observe(params, shared, (window, scales, None, None), filled)
+
+        shared = jax.lax.cond(full, look_back, lambda shared: shared, shared)
+        window, scales = jax.tree.map(
+            lambda new, old: jnp.concatenate([new, old[many:]]), (window, scales), (before.window, before.scales)
+        )
+        return shared._replace(gathered=Gathered(window, scales, jnp.where(full, 0, filled)))
+
+    return init, learn
+
+
+def in_turns(turn: Int[Array, ""], size: int, filled: Any) -> Int[Array, ""]:
+    """The step q of the reverse pass of that number: every step once in `size` turns, in leaps of the golden ratio.
+
+    Example:
+      >>> [int(in_turns(turn, 5, 5)) for turn in range(6)]
+      [0, 3, 1, 4, 2, 0]
+    """
+    stride = next(n for n in range(max(1, round(size / 1.618)), size + 2) if np.gcd(n, size) == 1)
+    step = (turn % size) * stride % size
+    return jnp.asarray(step * filled // size, jnp.int32)
+
+
+def _positions(start: Int[Array, ""], reset: Bool[Array, " T"], length: int) -> Int[Array, " T"]:
+    """Positions in the episode, of which the last counts for all beyond."""
+    t = jnp.arange(reset.shape[0])
+    begun = jax.lax.cummax(jnp.where(reset, t, -1))
+    return jnp.minimum(jnp.where(begun >= 0, t - begun, start + t), length - 1)
+
+
+def _all_finite(tree: PyTree) -> Bool[Array, ""]:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+
+
+def _stored(dtype: Any, real: Any) -> Any:
+    return real if jnp.issubdtype(dtype, jnp.floating) else dtype

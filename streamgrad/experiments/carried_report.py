@@ -1,0 +1,158 @@
+"""The report of the experiment `carried`: tables, figures and claims from its CSV files."""
+
+import csv
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from streamgrad.experiments.base import Claim, Section, Table
+
+TITLES = MappingProxyType(
+    {
+        "gir": "identity, GIR",
+        "exact": "the paper's: exact B of past batches, exact alpha of each episode",
+        "hindsight": "exact B and alpha of the very episodes",
+        "all": "carried over, all streams",
+        "one": "carried over, 1 stream",
+        "diagonal": "carried over, 1 stream, diagonal Q_0",
+        "online": "B of Appendix F from all streams, GIR",
+    }
+)
+# Okabe and Ito's colours, which tell apart also for most who see colours differently.
+COLOURS = dict(zip(TITLES, ("#000000", "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7"), strict=True))
+NAMES = MappingProxyType({"episodes": "Digits, row by row", "queue": "The queue task", "text": "Characters of a text"})
+# The statistics are young at the first points of a trajectory.
+WARM = 0.25
+
+
+def sections(folder: Path) -> list[Section]:
+    """The report of what `run` wrote into the folder; parts that were not run are left out."""
+    found = []
+    for part, title in NAMES.items():
+        path = folder / f"variance_{part}.csv"
+        if path.exists():
+            rows = read(path)
+            found.append(variance_section(part, title, path.name, rows))
+    trained = sorted(folder.glob("training_*.csv"))
+    if trained:
+        found.append(training_section(trained))
+    return found
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV file, numbers as numbers."""
+    with path.open(newline="") as file:
+        return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+def means(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """V(Q)/‖g‖² of each setting: the geometric mean over the points after the first quarter of the trajectory."""
+    last = max(row["update"] for row in rows)
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        if row["update"] > WARM * last:
+            values.setdefault(row["setting"], []).append(row["v"])
+    return {name: float(np.exp(np.mean(np.log(np.maximum(v, 1e-12))))) for name, v in values.items()}
+
+
+def variance_section(part: str, title: str, file: str, rows: list[dict[str, Any]]) -> Section:
+    """V(Q) along a trajectory: a figure, a table, and on episodes the two claims."""
+    mean = means(rows)
+    shown = [name for name in TITLES if name in mean]
+    gamma = {name: np.nanmean([row["gamma"] for row in rows if row["setting"] == name] or [np.nan]) for name in shown}
+    table = Table(
+        ["Q_0, alpha", "V/|g|^2", "identity, GIR over it", "mean gamma"],
+        [
+            [TITLES[name], f"{mean[name]:.1f}", f"{mean['gir'] / mean[name]:.2f}", f"{gamma[name]:.3f}"]
+            for name in shown
+        ],
+    )
+    figure = _curves(rows, shown, "v")
+    return Section(f"{title}: V(Q) along one trajectory", figure, _text(part, mean), _claims(part, mean), table, [file])
+
+
+def _text(part: str, mean: dict[str, float]) -> str:
+    task = "episodes" if part == "episodes" else "stretches of the stream, from a fresh state on,"
+    words = (
+        f"At each point all settings are measured on the same {task} with the same Gaussian noise at the same "
+        "parameters: the mean of ‖ĝ - g‖² - ‖g‖² over streams and draws, over the mean ‖g‖². "
+    )
+    if part == "episodes":
+        return words
+    gain, bound = mean["gir"] / mean["one"], mean["gir"] / mean["hindsight"]
+    words += f"One stream's statistics lower it {gain:.1f}-fold; hindsight could {bound:.1f}-fold. "
+    if gain < 3:
+        words += (
+            "The gain is smaller than on episodes where the spectrum of B is flat, so that no Q_0 could do more, or "
+            "where few windows have been seen: a window is filled once in many updates."
+        )
+    return words
+
+
+def _claims(part: str, mean: dict[str, float]) -> list[Claim]:
+    if part != "episodes":
+        return []
+    claims = []
+    if "all" in mean and "exact" in mean:
+        ratio = mean["all"] / mean["exact"]
+        claims.append(
+            Claim(
+                "Carried over from all streams, V(Q) is within 15% of the paper's setting, which sees the future.",
+                ratio <= 1.15,
+                f"{mean['all']:.1f} against {mean['exact']:.1f}, {100 * (ratio - 1):+.0f}%.",
+            )
+        )
+    ratio = mean["gir"] / mean["one"]
+    claims.append(
+        Claim(
+            "Carried over from one stream, V(Q) is at least 3 times below identity and GIR.",
+            ratio >= 3,
+            f"{mean['one']:.1f} against {mean['gir']:.1f}, {ratio:.1f} times.",
+        )
+    )
+    return claims
+
+
+def training_section(paths: list[Path]) -> Section:
+    """The loss of each setting that drove its own training."""
+    rows = [row for path in paths for row in read(path)]
+    shown = [name for name in TITLES if any(row["setting"] == name for row in rows)]
+    last = max(row["update"] for row in rows)
+    cells = []
+    for name in shown:
+        late = [row["loss"] for row in rows if row["setting"] == name and row["update"] > 0.9 * last]
+        seeds = len({row["seed"] for row in rows if row["setting"] == name})
+        cells.append([TITLES[name], f"{np.mean(late):.3f}", str(seeds)])
+    table = Table(["Q_0, alpha", f"loss, last tenth of {int(last)} updates", "seeds"], cells)
+    text = "Each setting drives its own training, with the learning rate and momentum that Appendix G found for it."
+    return Section("Training", _curves(rows, shown, "loss"), text, [], table, [path.name for path in paths])
+
+
+def _curves(rows: list[dict[str, Any]], names: list[str], column: str) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    ax = figure.subplots()
+    for name in names:
+        mine = [row for row in rows if row["setting"] == name]
+        updates = sorted({row["update"] for row in mine})
+        values = [np.mean([row[column] for row in mine if row["update"] == update]) for update in updates]
+        marker = "o" if column == "v" else None
+        ax.plot(updates, values, color=COLOURS[name], marker=marker, markersize=3, label=TITLES[name])
+    ax.set_xlabel("updates")
+    ax.set_ylabel("V(Q) / ‖g‖²" if column == "v" else "loss")
+    if column == "v":
+        ax.set_yscale("log")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.25, linewidth=0.6)
+    ax.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text

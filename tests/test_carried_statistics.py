@@ -1,0 +1,179 @@
+"""B̂, Ĉ and the sums over lags are unbiased over the step q they start from; the α of a stream solves its problem."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import streamgrad as sg
+from streamgrad.estimators.carrying import in_turns
+from streamgrad.estimators.groups import Groups
+from streamgrad.estimators.shaping import Shaping
+from streamgrad.variance import carried
+from streamgrad.variance.shaping import Spatial
+from tests.tools import make_chunk, make_model, make_params, random_alpha, random_q0
+
+LENGTH = 6
+CASES = [("lstm", 1, None), ("lstm", 2, (3,)), ("gru", 1, (2,)), ("gru", 4, None)]
+
+
+@functools.cache
+def collected(cell, groups, reset):
+    """An episode with its parts, and the reverse pass from every step."""
+    model = make_model(cell)
+    params, chunk = make_params(model), make_chunk(model, LENGTH, reset=reset)
+    ep = sg.variance.collect(model, params, chunk)
+    index = sg.variance.partition(ep, groups)
+    partition = Groups(int(index.max()) + 1, index, ep.rows)
+
+    states, state = [], model.init_state(params)
+    for t in range(LENGTH):
+        if reset and t in reset:
+            state = model.init_state(params)
+        states.append(ravel_pytree(state)[0])
+        state = model.cell.step(params.cell, state, jax.tree.map(lambda x, t=t: x[t], chunk.inputs))
+    after = [ravel_pytree(model.cell.step(params.cell, ravel_pytree(model.init_state(params))[1](s), x))[0]
+             for s, x in zip(states, chunk.inputs, strict=True)]  # fmt: skip
+    unravel = ravel_pytree(model.init_state(params))[1]
+    dl = [model.read_out(params.head, unravel(h), y)[2] for h, y in zip(after, chunk.targets, strict=True)]
+    resets = jnp.zeros(LENGTH, bool) if chunk.reset is None else chunk.reset
+    window = carried.Window(jnp.stack(states), chunk.inputs, jnp.stack(dl), resets)
+    backs = jax.vmap(lambda q: carried.go_back(model, params, partition, window, q))(jnp.arange(LENGTH))
+    return ep, partition, backs, resets
+
+
+def mean_over_starts(estimate, backs):
+    return jnp.mean(jax.vmap(estimate)(backs), axis=0)
+
+
+def block_q0(partition):
+    same = partition.index[:, None] == partition.index[None, :]
+    return np.where(same, random_q0(len(partition.index)), 0)
+
+
+def spatial_of(partition, q0):
+    pair = Shaping(jnp.asarray(q0), jnp.linalg.inv(q0) if q0.ndim == 2 else jnp.asarray(1 / q0))
+    return Spatial(partition, pair.q0, pair.inverse)
+
+
+@pytest.mark.parametrize("cell, groups, reset", CASES)
+def test_b_is_unbiased(cell, groups, reset):
+    ep, partition, backs, _ = collected(cell, groups, reset)
+    alpha = random_alpha(LENGTH, partition.count)
+    want = sg.variance.b_matrix(ep, alpha, groups)
+
+    def estimate(back):
+        return carried.estimate_b(partition, back, jnp.log(alpha))
+
+    each = jax.vmap(estimate)(backs)
+    np.testing.assert_allclose(jnp.mean(each, axis=0), want, rtol=1e-10, atol=1e-10 * float(jnp.max(want)))
+    assert float(jnp.min(jnp.linalg.eigvalsh(each))) > -1e-12 * float(jnp.max(each))
+    assert float(jnp.max(jnp.abs(each[0] - want))) > 0.01 * float(jnp.max(want))  # one start alone is not B
+    diagonal = mean_over_starts(lambda back: carried.estimate_b(partition, back, jnp.log(alpha), True), backs)
+    np.testing.assert_allclose(diagonal, jnp.diagonal(want), rtol=1e-10)
+
+
+@pytest.mark.parametrize("cell, groups, reset", CASES)
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_c_is_unbiased(cell, groups, reset, diagonal):
+    """With a Q_0 that is not symmetric: a transposed one would be seen."""
+    ep, partition, backs, _ = collected(cell, groups, reset)
+    q0 = np.abs(random_q0(len(partition.index))[0]) + 0.5 if diagonal else block_q0(partition)
+    spatial = spatial_of(partition, q0)
+    want = jnp.moveaxis(sg.variance.c_matrix(ep, q0, groups=groups, per_group=True), 0, -1)
+    got = mean_over_starts(lambda back: carried.estimate_c(spatial, back).matrix(back), backs)
+    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10 * float(jnp.max(want)))
+    scaled = spatial._replace(q0=3 * spatial.q0, inverse=spatial.inverse / 3)
+    again = mean_over_starts(lambda back: carried.estimate_c(scaled, back).matrix(back), backs)
+    np.testing.assert_allclose(again, got, rtol=1e-12)
+
+
+@pytest.mark.parametrize("cell, groups, reset", CASES)
+def test_lag_sums_are_unbiased(cell, groups, reset):
+    ep, partition, backs, resets = collected(cell, groups, reset)
+    q0 = block_q0(partition)
+    c = jnp.moveaxis(sg.variance.c_matrix(ep, q0, groups=groups, per_group=True), 0, -1)
+    lags = jax.tree.map(
+        lambda leaf: jnp.mean(leaf, axis=0),
+        jax.vmap(lambda back: carried.estimate_lags(spatial_of(partition, q0), back, LENGTH + 2))(backs),
+    )
+    episode = np.cumsum(resets)
+    for lag in range(LENGTH):
+        pairs = [(q, q - lag) for q in range(lag, LENGTH)]
+        np.testing.assert_allclose(lags.c[lag], sum(c[q, r] for q, r in pairs), rtol=1e-10)
+        assert lags.same[lag] == pytest.approx(sum(episode[q] == episode[r] for q, r in pairs))
+        assert lags.pairs[lag] == pytest.approx(len(pairs))
+    assert not np.any(lags.c[LENGTH:]) and not np.any(lags.pairs[LENGTH:])
+
+
+def test_a_window_that_is_not_full():
+    """Steps that are not there yet change nothing."""
+    model = make_model("vanilla")
+    params, chunk = make_params(model), make_chunk(model, LENGTH)
+    groups = Groups(1, np.zeros(2, int), (2,))
+    rng = np.random.default_rng(0)
+    window = carried.Window(
+        jnp.asarray(rng.normal(size=(LENGTH, 2))),
+        chunk.inputs,
+        jnp.asarray(rng.normal(size=(LENGTH, 2))).at[4:].set(0),
+        jnp.zeros(LENGTH, bool),
+    )
+    long = carried.go_back(model, params, groups, window, jnp.array(2), 4)
+    short = carried.go_back(model, params, groups, jax.tree.map(lambda leaf: leaf[:4], window), jnp.array(2))
+    log_alpha = jnp.log(random_alpha(LENGTH, 1))
+    np.testing.assert_allclose(
+        carried.estimate_b(groups, long, log_alpha), carried.estimate_b(groups, short, log_alpha[:4]), rtol=1e-12
+    )
+
+
+def test_every_step_has_its_turn():
+    for size in (1, 2, 7, 28):
+        assert sorted(int(in_turns(jnp.array(k), size, size)) for k in range(size)) == list(range(size))
+    assert all(int(in_turns(jnp.array(k), 12, 10)) < 10 for k in range(12))
+
+
+def objective(x, fade, survive):
+    """f of `geometric_gamma` for c_l = fade^l over 200 lags, and resets that spare a fraction `survive` of any step."""
+    lag = np.arange(20000)
+    return np.sum(np.exp(lag[:200] * (np.log(fade) + x))) + np.sum(np.exp(lag[1:] * (np.log(survive) - x)))
+
+
+@pytest.mark.parametrize("fade, survive", [(0.5, 1.0), (0.9, 1.0), (0.6, 0.8), (0.97, 0.5)])
+def test_gamma_is_where_f_is_smallest(fade, survive):
+    lags = np.arange(200.0)
+    gamma, good = carried.geometric_gamma(
+        jnp.asarray(2 * fade**lags), jnp.asarray(2 * survive**lags), jnp.full(200, 2.0)
+    )
+    assert good
+    x = 2 * np.log(float(gamma))
+    here = objective(x, fade, survive)
+    assert here < min(objective(x + d, fade, survive) for d in (-1e-4, 1e-4))
+    assert (gamma > 1) == (fade < survive)
+
+
+def test_gamma_is_the_slope_of_the_optimal_alpha():
+    """In the middle of a long window with C[q, r] of the lag alone, equilibration finds the same geometric α."""
+    length, fade = 120, 0.8
+    lag = np.arange(length)[:, None] - np.arange(length)[None, :]
+    c = np.where(lag > 0, fade ** np.maximum(lag, 0), 1.0)
+    alpha = sg.variance.optimal_alpha(c).alpha
+    middle = alpha[length // 2 - 5 : length // 2 + 5]
+    lags = jnp.asarray(fade ** np.arange(64.0))
+    gamma, _ = carried.geometric_gamma(lags, jnp.ones(64), jnp.ones(64))
+    np.testing.assert_allclose(middle[:-1] / middle[1:], gamma, rtol=0.01)
+
+
+@pytest.mark.parametrize("c", [np.zeros(8), np.full(8, np.nan), -np.ones(8)])
+def test_senseless_sums(c):
+    gamma, good = carried.geometric_gamma(jnp.asarray(c), jnp.ones(8), jnp.ones(8))
+    assert not good and gamma == 1
+    gamma, good = carried.geometric_gamma(jnp.ones(8), jnp.zeros(8), jnp.zeros(8))
+    assert not good and gamma == 1
+
+
+def test_gamma_of_a_network_without_memory_is_the_largest():
+    gamma, good = carried.geometric_gamma(jnp.eye(8)[0], jnp.ones(8), jnp.ones(8))
+    assert good and gamma == pytest.approx(carried.LARGEST_GAMMA, rel=1e-6)
