@@ -1,0 +1,63 @@
+"""`streamgrad reproduce`: run the paper's experiments and write a report."""
+
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from streamgrad.cli.progress import show_progress
+from streamgrad.cli.report import as_json, print_claims
+from streamgrad.experiments import MODULES
+from streamgrad.experiments.reproduce import expand, reproduce
+from streamgrad.report import collect, write_report
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Run the paper's experiments and write a report: one HTML page with the figures and what they show."""
+
+    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="|".join([*MODULES, "all"]))] = "all"
+    """Which; all of them but tune by default."""
+    preset: Literal["smoke", "laptop", "paper"] = "laptop"
+    """How large: smoke (seconds), laptop (minutes, on two cores), paper (the paper's sizes, for a GPU)."""
+    out: Path | None = None
+    """Folder of the run; runs/PRESET by default."""
+    data: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = os.environ.get("STREAMGRAD_DATA") or None
+    """Folder of the MNIST files; STREAMGRAD_DATA by default."""
+    resume: bool = False
+    """Go on with a run that was stopped."""
+    seed: int | None = None
+    """In place of the preset's."""
+    json: bool = False
+    """Print the report's path and the claims as JSON; no progress."""
+
+
+def main(options: Options) -> int:
+    """Run, write the page, and print what became of the claims; a claim that fails is a finding, not an error."""
+    folder = options.out or Path("runs") / options.preset
+    names = expand(options.experiment)
+    command = shlex.join(["streamgrad", *sys.argv[1:]])
+    with show_progress(quiet=options.json) as progress:
+        reproduce(
+            names,
+            options.preset,
+            folder,
+            progress,
+            data=options.data,
+            resume=options.resume,
+            seed=options.seed,
+            command=command,
+        )
+    content = collect(folder)
+    page = write_report(content)
+    if options.json:
+        print(json.dumps(as_json(content, page), indent=2))
+    else:
+        print_claims(content)
+        print(f"report: {page}")
+    return 0
