@@ -19,6 +19,7 @@ from streamgrad.variance.objective import (
     preuoro_covariance,
     preuoro_total_variance,
     preuoro_v,
+    spatial_total_variance,
     total_variance,
     v,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "preuoro_covariance",
     "preuoro_total_variance",
     "preuoro_v",
+    "spatial_total_variance",
     "total_variance",
     "v",
 ]
