@@ -1,5 +1,55 @@
-"""Tasks to train on."""
+"""Tasks to train on.
 
-from streamgrad.tasks.base import Task
+To add a task: write `streamgrad/tasks/<name>.py` with a function of that name that returns a `Task`, and add its line
+here.
+"""
 
-__all__ = ["Task"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamgrad.tasks.base import Task
+
+# Each is imported when it is asked for, so that the command line can list them at once.
+TASKS = {
+    "digits": "8x8 handwritten digits, by rows or pixels; they ship inside scikit-learn",
+    "mnist": "28x28 handwritten digits, by rows or pixels; needs the four files in a data folder",
+    "queue": "random bits, to be given back after a delay",
+    "copy": "read symbols, then give them back; their number grows with what the network can do",
+    "text": "predict the next character of a text file",
+}
+
+
+def find_task(name: str, **options: Any) -> "Task":
+    """Make the task of that name.
+
+    Args:
+      name: one of `TASKS`.
+      **options: the arguments of its function, such as `batch_size` and `length`.
+
+    Returns:
+      The task.
+
+    Example:
+      >>> find_task("queue", delay=3, batch_size=2).batch_size
+      2
+    """
+    if name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(map(repr, TASKS))}, not {name!r}.")
+    return task_function(name)(**options)
+
+
+def task_function(name: str) -> Any:
+    """The function that makes the task of that name."""
+    return getattr(importlib.import_module(f"streamgrad.tasks.{name}"), name)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Task":
+        from streamgrad.tasks.base import Task
+
+        return Task
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["TASKS", "Task", "find_task", "task_function"]

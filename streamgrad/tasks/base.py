@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from streamgrad._typing import Array, PyTree
-from streamgrad.base import Chunk, Head
+from streamgrad.base import Chunk, Head, Info
 
 
 class Task(NamedTuple):
@@ -20,6 +20,8 @@ class Task(NamedTuple):
       data: arrays that `sample` reads; an argument, so that they do not become part of the compiled program.
       init: `init(key) -> state`, where the streams stand.
       sample: `sample(data, state, key) -> (chunk, state)`; the chunk has the streams as leading axis, then time.
+      observe: `observe(state, chunk, info) -> (state, row)`, for a task that follows the learner, such as a curriculum:
+        called after each update with what came of the chunk; `row` is recorded beside the loss. None for the others.
     """
 
     name: str
@@ -31,3 +33,4 @@ class Task(NamedTuple):
     data: PyTree
     init: Callable[[Array], PyTree]
     sample: Callable[[PyTree, PyTree, Array], tuple[Chunk, PyTree]]
+    observe: Callable[[PyTree, Chunk, Info], tuple[PyTree, dict[str, Array]]] | None = None

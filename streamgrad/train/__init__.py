@@ -1,5 +1,19 @@
 """Training: the loop, checkpoints, metrics and progress."""
 
-from streamgrad.train.loop import TrainState, begin, run, training_step
+from streamgrad.train.loop import TrainState, begin, no_summary, run, training_step
+from streamgrad.train.metrics import read as read_metrics
+from streamgrad.train.session import Diverged, Outcome, Plan, Progress, train
 
-__all__ = ["TrainState", "begin", "run", "training_step"]
+__all__ = [
+    "Diverged",
+    "Outcome",
+    "Plan",
+    "Progress",
+    "TrainState",
+    "begin",
+    "no_summary",
+    "read_metrics",
+    "run",
+    "train",
+    "training_step",
+]

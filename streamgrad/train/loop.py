@@ -13,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from streamgrad._typing import Array, Int, PyTree
+from streamgrad._typing import Array, Float, Int, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Info, Model, Params
+from streamgrad.checks import check_size
 from streamgrad.tasks.base import Task
+
+RESERVED = ("update", "seed", "stopped", "loss", "gradient_norm")
 
 Row = dict[str, Array]
 Summary = Callable[[Chunk, Info, Params], Row]
@@ -32,7 +35,8 @@ class TrainState(NamedTuple):
       estimator: the estimator's state.
       optimizer: optax's.
       task: where the streams stand.
-      stopped: -1, or the update at which a loss or gradient was not finite; nothing changes from there on.
+      stopped: -1, or the number of updates made before the one whose loss, gradient or new parameters were not finite;
+        nothing but `step` changes from there on.
     """
 
     step: Int[Array, ""]
@@ -67,6 +71,11 @@ def no_summary(chunk: Chunk, info: Info, grads: Params) -> Row:
     return {}
 
 
+def norm(tree: PyTree) -> Float[Array, ""]:
+    """The Euclidean norm of all numbers in a tree."""
+    return jnp.sqrt(sum((jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)), start=jnp.zeros(())))
+
+
 def training_step(
     task: Task, estimator: GradientEstimator, optimizer: optax.GradientTransformation, summarise: Summary = no_summary
 ) -> StepFn:
@@ -88,16 +97,24 @@ def training_step(
         grads, estimator_state, info = estimator.update(ts.params, ts.estimator, chunk, noise_key)
         grads = jax.tree.map(lambda leaf: leaf / task.length, grads)
         updates, optimizer_state = optimizer.update(grads, ts.optimizer, ts.params)
+        summary = summarise(chunk, info, grads)
+        if task.observe is not None:
+            task_state, seen = task.observe(task_state, chunk, info)
+            summary = seen | summary
         params = optax.apply_updates(ts.params, updates)
 
-        row = {"loss": jnp.mean(info.loss), "gradient_norm": optax.global_norm(grads)}
-        finite = jnp.isfinite(row["loss"]) & jnp.isfinite(row["gradient_norm"])
+        row = {"loss": jnp.mean(info.loss), "gradient_norm": norm(grads)}
+        # The parameters too: a finite gradient with too high a rate would leave infinite ones as the last good state.
+        checked = [*row.values(), *jax.tree.leaves(params)]
+        finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(leaf)) for leaf in checked])
         good = finite & (ts.stopped < 0)
         stopped = jnp.where((ts.stopped < 0) & ~finite, ts.step, ts.stopped)
         new = ts._replace(params=params, estimator=estimator_state, optimizer=optimizer_state, task=task_state)
         # A seed that has stopped keeps its last good state, while the others go on.
         kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, ts)
-        return kept._replace(step=ts.step + 1, stopped=stopped), row | summarise(chunk, info, grads)
+        if taken := set(RESERVED) & set(summary):
+            raise ValueError(f"a summary must not use the names {', '.join(sorted(taken))}, which every row has.")
+        return kept._replace(step=ts.step + 1, stopped=stopped), row | summary
 
     return step
 
@@ -117,11 +134,13 @@ def run(
 
     Yields:
       The state, and the rows as arrays `[seeds, rows, ...]`, with the number of updates made as `update`, and as
-      `stopped` that of `TrainState`.
+      `stopped` that of `TrainState`. A call of another length, such as a shorter last one, is compiled anew.
     """
-
+    check_size(updates=updates, updates_per_call=updates_per_call, every=every)
     if updates_per_call % every or updates % every:
-        raise ValueError(f"updates and updates_per_call must be multiples of every, {every}.")
+        raise ValueError(
+            f"updates and updates_per_call must be multiples of every, {every}, not {updates} and {updates_per_call}."
+        )
 
     @functools.partial(jax.jit, static_argnums=2)
     def call(data: PyTree, ts: TrainState, rows: int) -> tuple[TrainState, Row]:
