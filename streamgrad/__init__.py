@@ -5,21 +5,27 @@ est = sg.uoro(model)
 grads, state, info = est.update(params, state, chunk, key)
 """
 
-from streamgrad import cells, cuts, estimators, heads, variance
-from streamgrad.base import (
-    Cell,
-    Chunk,
-    Cut,
-    EstimatorState,
-    GradientEstimator,
-    Head,
-    Influence,
-    Info,
-    Model,
-    Params,
-)
-from streamgrad.estimators import bptt, nobacktrack, preuoro, rtrl, spatial_rtrl, tbptt, uoro
-from streamgrad.online import batched, online
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamgrad import cells, cuts, estimators, heads, tasks, train, variance
+    from streamgrad.base import (
+        Cell,
+        Chunk,
+        Cut,
+        EstimatorState,
+        GradientEstimator,
+        Head,
+        Influence,
+        Info,
+        Model,
+        Params,
+    )
+    from streamgrad.estimators import bptt, nobacktrack, preuoro, rtrl, spatial_rtrl, tbptt, uoro
+    from streamgrad.online import batched, online
 
 __version__ = "0.1.0"
 
@@ -45,7 +51,49 @@ __all__ = [
     "preuoro",
     "rtrl",
     "spatial_rtrl",
+    "tasks",
     "tbptt",
+    "train",
     "uoro",
     "variance",
 ]
+
+# Names are imported when they are first used (PEP 562), so that the command line answers before jax is loaded. What
+# stands in neither list is a module of this package.
+_HOMES: dict[str, str] = dict.fromkeys(
+    ("Cell", "Chunk", "Cut", "EstimatorState", "GradientEstimator", "Head", "Influence", "Info", "Model", "Params"),
+    "streamgrad.base",
+)
+_HOMES |= dict.fromkeys(
+    ("bptt", "nobacktrack", "preuoro", "rtrl", "spatial_rtrl", "tbptt", "uoro"), "streamgrad.estimators"
+)
+_HOMES |= dict.fromkeys(("batched", "online"), "streamgrad.online")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _HOMES:
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = found
+        return found
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
+class _Package(types.ModuleType):
+    """The package, in which `online` is the function, although importing its module of that name would replace it."""
+
+    @property
+    def online(self) -> Any:
+        return importlib.import_module("streamgrad.online").online
+
+    @online.setter
+    def online(self, module: Any) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = _Package

@@ -18,8 +18,8 @@ from jaxtyping import install_import_hook
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-with install_import_hook("streamgrad", "beartype.beartype"):
-    import streamgrad  # noqa: F401
+# For good, not in a `with`: modules of streamgrad are imported when they are first used.
+install_import_hook("streamgrad", "beartype.beartype")
 
 
 @pytest.fixture(scope="session", autouse=True)

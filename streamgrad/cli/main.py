@@ -8,6 +8,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from streamgrad.cli.options import UsageError
+
 # Each is imported when it is called, so that `--help` answers at once.
 COMMANDS = {
     "train": "train any cell with any estimator on any task",
@@ -53,12 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print('streamgrad: the command line needs its extra: pip install "streamgrad[cli]".', file=sys.stderr)
         return 1
     command = importlib.import_module(f"streamgrad.cli.{name}")
-    options = tyro.cli(command.Options, prog=f"streamgrad {name}", args=rest)
+    try:
+        single = (tyro.conf.FlagCreatePairsOff,)  # --json without a --no-json
+        options = tyro.cli(command.Options, prog=f"streamgrad {name}", args=rest, config=single)
+    except SystemExit as stop:  # after --help or a wrong option, which tyro has answered
+        return int(stop.code or 0)
     try:
         return command.main(options) or 0
-    except (ValueError, OSError) as error:  # what a user can mend; anything else is ours and keeps its traceback
+    except (ValueError, OSError, ArithmeticError) as error:  # what a user can mend; the rest keeps its traceback
         print(f"streamgrad {name}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)
         return 130

@@ -1,0 +1,60 @@
+"""What the commands' options share: choices, NAME=VALUE pairs, and the error of a wrong command line."""
+
+import ast
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+
+class UsageError(ValueError):
+    """The command line is wrong: exit code 2."""
+
+
+@contextlib.contextmanager
+def from_options() -> Iterator[None]:
+    """What is wrong with values that came from options alone is wrong with the command line."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def choose(option: str, value: str, choices: Sequence[str]) -> None:
+    """`value` is one of `choices`."""
+    if value not in choices:
+        raise UsageError(f"{option} must be one of {', '.join(choices)}, not {value!r}.")
+
+
+def pairs(option: str, given: Sequence[str], function: Callable, skip: Sequence[str] = ()) -> dict[str, Any]:
+    """NAME=VALUE pairs as arguments of a function; values are Python's numbers and words, anything else is text.
+
+    Args:
+      option: the option's name, for errors.
+      given: the pairs.
+      function: whose arguments they are.
+      skip: arguments that are not for the user to give.
+
+    Returns:
+      The arguments by name.
+
+    Example:
+      >>> pairs("--example", ["base=16"], int.from_bytes, skip=["bytes"])
+      Traceback (most recent call last):
+      ...
+      streamgrad.cli.options.UsageError: --example has no 'base'; choose from byteorder, signed.
+    """
+    known = [name for name in inspect.signature(function).parameters if name not in skip]
+    found = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"{option} takes pairs NAME=VALUE, not {pair!r}.")
+        if name not in known:
+            listed = f"choose from {', '.join(known)}" if known else "there is none to choose"
+            raise UsageError(f"{option} has no {name!r}; {listed}.")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
