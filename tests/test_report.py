@@ -41,7 +41,7 @@ def test_reproduce_prints_the_claims_and_the_page(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == f"report: {folder / 'report.html'}"
     assert [line.split("\t")[0] for line in out.splitlines()[:3]] == ["holds", "fails", "cannot tell"]
-    assert "fake: one: 3/3" in err
+    assert "fake: one: 3 of 3" in err
     record = json.loads((folder / "run.json").read_text())["experiments"]["fake"]
     assert record["done"] and record["config"]["seed"] == 7
     assert (folder / "fake" / "curve.csv").read_text().splitlines()[1].endswith(",7")
@@ -103,7 +103,7 @@ def test_a_bad_file_is_named(run, capsys, file, content, says):
 
 
 def test_an_unknown_experiment_is_answered_with_the_choices(capsys):
-    assert main(["reproduce", "figure9"]) == 1
+    assert main(["reproduce", "figure9"]) == 2
     assert "variance, ablation" in capsys.readouterr().err
 
 

@@ -1,14 +1,16 @@
 """`streamgrad report`: write the report of a run anew."""
 
 import dataclasses
+import importlib.util
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from streamgrad.report import Content, collect, write_report
-from streamgrad.report.page import VERDICTS
+if TYPE_CHECKING:
+    from streamgrad.report import Content
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,27 +25,27 @@ class Options:
 
 def main(options: Options) -> int:
     """Write the page, and print its path and what became of the claims."""
+    from streamgrad.report import collect, write_report
+
     content = collect(options.run)
-    page = write_report(content)
-    if options.json:
-        print(json.dumps(as_json(content, page), indent=2))
-    else:
-        print_claims(content)
-        print(f"report: {page}")
+    print_outcome(content, write_report(content), options.json)
     return 0
 
 
-def as_json(content: Content, page: Path) -> dict[str, Any]:
+def print_outcome(content: "Content", page: Path, as_json: bool) -> None:
+    """What became of the claims, and last of all the page's path."""
+    if as_json:
+        print(json.dumps(outcome(content, page), indent=2))
+        return
+    print_claims(content)
+    print(f"report: {page}")
+
+
+def outcome(content: "Content", page: Path) -> dict[str, Any]:
     """What a program may want to know of a run; `holds` is true, false, or null where the numbers cannot tell."""
     claims = [
-        {
-            "experiment": name,
-            "section": section.title,
-            "claim": claim.text,
-            "holds": claim.holds,
-            "detail": claim.detail,
-        }
-        for name, section, claim in content.claims
+        {"experiment": name, "section": section.title, "claim": c.text, "holds": c.holds, "detail": c.detail}
+        for name, section, c in content.claims
     ]
     return {
         "report": str(page),
@@ -54,25 +56,21 @@ def as_json(content: Content, page: Path) -> dict[str, Any]:
     }
 
 
-def print_claims(content: Content) -> None:
-    """A short table of the claims: on a terminal as wide as it, in a pipe one line for each."""
-    from rich.console import Console
-    from rich.table import Table
+def print_claims(content: "Content") -> None:
+    """A short table of the claims: on a terminal as wide as it, elsewhere one line for each."""
+    from streamgrad.report.page import VERDICTS
 
-    console = Console()
-    marks = {True: ("✓ holds", "green"), False: ("✗ fails", "red"), None: ("? cannot tell", "yellow")}
-    if not console.is_terminal:
+    if not (sys.stdout.isatty() and importlib.util.find_spec("rich")):
         for name, _, claim in content.claims:
             print(f"{VERDICTS[claim.holds]}\t{name}\t{claim.text}\t{claim.detail}")
         return
-    table = Table("verdict", "experiment", "claim", "numbers", show_lines=False, box=None, padding=(0, 2, 1, 0))
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {True: "green", False: "red", None: "yellow"}
+    table = Table("verdict", "experiment", "claim", "numbers", box=None, padding=(0, 2, 1, 0))
     for name, _, claim in content.claims:
-        mark, colour = marks[claim.holds]
-        table.add_row(f"[{colour}]{mark}[/]", name, *map(_escape, (claim.text, claim.detail)))
-    console.print(table)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+        verdict = Text(VERDICTS[claim.holds], style=colours[claim.holds])
+        table.add_row(verdict, name, Text(claim.text), Text(claim.detail))
+    Console().print(table)

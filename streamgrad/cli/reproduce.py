@@ -1,7 +1,6 @@
 """`streamgrad reproduce`: run the paper's experiments and write a report."""
 
 import dataclasses
-import json
 import os
 import shlex
 import sys
@@ -10,19 +9,18 @@ from typing import Annotated, Literal
 
 import tyro
 
-from streamgrad.cli.progress import show_progress
-from streamgrad.cli.report import as_json, print_claims
-from streamgrad.experiments import MODULES
-from streamgrad.experiments.reproduce import expand, reproduce
-from streamgrad.report import collect, write_report
+from streamgrad.cli.options import choose
+from streamgrad.experiments import EXTRA, MODULES
+
+NAMES = [*MODULES, "all", *EXTRA]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Run the paper's experiments and write a report: one HTML page with the figures and what they show."""
 
-    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="|".join([*MODULES, "all"]))] = "all"
-    """Which; all of them but tune by default."""
+    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="|".join(NAMES))] = "all"
+    """Which; by default all but tune, which searches for the settings that the others are given."""
     preset: Literal["smoke", "laptop", "paper"] = "laptop"
     """How large: smoke (seconds), laptop (minutes, on two cores), paper (the paper's sizes, for a GPU)."""
     out: Path | None = None
@@ -39,6 +37,14 @@ class Options:
 
 def main(options: Options) -> int:
     """Run, write the page, and print what became of the claims; a claim that fails is a finding, not an error."""
+    # LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from streamgrad.cli.progress import show_progress
+    from streamgrad.cli.report import print_outcome
+    from streamgrad.experiments.reproduce import expand, reproduce
+    from streamgrad.report import collect, write_report
+
+    choose("experiment", options.experiment, [*MODULES, *EXTRA, "all"])
     folder = options.out or Path("runs") / options.preset
     names = expand(options.experiment)
     command = shlex.join(["streamgrad", *sys.argv[1:]])
@@ -54,10 +60,5 @@ def main(options: Options) -> int:
             command=command,
         )
     content = collect(folder)
-    page = write_report(content)
-    if options.json:
-        print(json.dumps(as_json(content, page), indent=2))
-    else:
-        print_claims(content)
-        print(f"report: {page}")
+    print_outcome(content, write_report(content), options.json)
     return 0

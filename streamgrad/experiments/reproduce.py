@@ -12,7 +12,6 @@ from streamgrad.experiments.base import Experiment, Progress
 from streamgrad.report.run import FILE, Run, device, load_run, new_run, save_run
 
 PRESETS = ("smoke", "laptop", "paper")
-NOT_IN_ALL = ("tune",)  # searches for the settings that the others are given
 
 
 def expand(name: str) -> list[str]:
@@ -22,11 +21,7 @@ def expand(name: str) -> list[str]:
       >>> expand("variance")
       ['variance']
     """
-    if name == "all":
-        return [known for known in MODULES if known not in NOT_IN_ALL]
-    if name not in MODULES:
-        raise ValueError(f"experiment must be one of {', '.join(MODULES)} or all, not {name!r}.")
-    return [name]
+    return list(MODULES) if name == "all" else [find_experiment(name).name]
 
 
 def reproduce(
