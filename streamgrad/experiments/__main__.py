@@ -10,6 +10,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from streamgrad.experiments.base import Progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +58,7 @@ def _chosen(settings: Sequence, names: Sequence[str]) -> tuple:
     return tuple(known[name] for name in names)
 
 
-def _lines(every_seconds: float = 10.0):  # noqa: ANN202
+def _lines(every_seconds: float = 10.0) -> "Progress":
     begun, last = time.monotonic(), {}
 
     def show(setting: str, done: int, of: int, words: str) -> None:

@@ -13,6 +13,7 @@ which never ends. Learning rates are the paper's; the groups have that of UORO.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,7 +97,7 @@ class Config:
 
 PRESETS = {
     "smoke": Config(hidden=5, delay=2, batch_size=4, updates=8, every=2, updates_per_call=4, trials=2),
-    "laptop": Config(hidden=20, delay=4, batch_size=20, updates=6000, every=50, updates_per_call=1000, trials=3),
+    "laptop": Config(hidden=10, delay=4, batch_size=20, updates=8000, every=50, updates_per_call=1000, trials=3),
     "paper": Config(hidden=50, delay=4, batch_size=100, updates=15_000, every=100, updates_per_call=1000, trials=10),
 }
 
@@ -129,7 +130,7 @@ def run(
     for name in config.settings:
         setting = SETTINGS[name]
         estimator = batched(_ESTIMATORS[setting.estimator](model, setting), config.batch_size)
-        described = {key: value for key, value in dataclasses.asdict(config).items() if key != "settings"}
+        described = {key: getattr(config, key) for key in ("hidden", "delay", "batch_size", "momentum")}
         train_one(
             Path(folder) / name,
             plan_of(config),
@@ -178,38 +179,33 @@ def all_claims(folder: Path) -> list[Claim]:
     final = {name: _final(record) for name, record in records.items()}
     means = {name: float(np.mean(trials)) for name, trials in final.items() if len(trials)}
 
-    def compare(text: str, names: list[str], reason: str) -> Claim:
-        """The names stand in the order in which the first must be the lowest, or all must rise."""
+    def claim(text: str, below: list[tuple[str, str]], reason: str) -> Claim:
+        """Of every pair in `below` the first must have the lower loss."""
+        names = list(dict.fromkeys(itertools.chain(*below)))
         numbers = "; ".join(f"{LABELS[name]}: {show_interval(final[name])}" for name in names if name in means)
         detail = f"Loss over the last tenth of the updates, mean over trials and its 95% interval: {numbers}."
         if not all(name in means for name in names):
             return Claim(text, None, detail + " Not all of the settings were run to the end.")
-        holds = all(means[a] < means[b] for a, b in _pairs(names))
+        holds = all(means[low] < means[high] for low, high in below)
         return Claim(text, holds, detail if holds else f"{detail} It fails here. {reason}")
 
-    others = [name for name in SETTINGS if name != "neither"]
     return [
-        compare(
+        claim(
             "The exact gradient (RTRL) ends with the lowest loss.",
-            ["neither", *(others if all(name in means for name in others) else others[:3])],
+            [("neither", name) for name in SETTINGS if name != "neither"],
             "Training may not have come far enough to tell the settings apart.",
         ),
-        compare(
+        claim(
             "PreUORO (temporal) ends below UORO (both).",
-            ["temporal", "both"],
+            [("temporal", "both")],
             "Training may not have come far enough: PreUORO's learning rate is the lower one.",
         ),
-        compare(
+        claim(
             "Groups help: the more of them, the lower UORO's loss (ours, not in the paper).",
-            ["groups-20", "groups-4", "both"],
+            [("groups-20", "groups-4"), ("groups-4", "both")],
             "Their learning rate is that of UORO, not their own best.",
         ),
     ]
-
-
-def _pairs(names: list[str]) -> list[tuple[str, str]]:
-    """What must lie below what: RTRL below each of the others, or each below the next."""
-    return [(names[0], other) for other in names[1:]] if names[0] == "neither" else list(zip(names, names[1:], strict=False))
 
 
 def _final(record: Record) -> np.ndarray:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from streamgrad import cuts
 from streamgrad._typing import Array, Float
@@ -106,9 +107,7 @@ def episodic_uoro(
         return EstimatorState((), (), EpisodicShared(b, jnp.asarray(decay, dtype), jnp.asarray(damping, dtype)))
 
     @jax.jit
-    def update(
-        params: Params, state: EstimatorState, chunk: Chunk, key: Any
-    ) -> tuple[Params, EstimatorState, Info]:
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
         shared = state.shared
         pair = None if shared.b is None else damped_q0(shared.b, shared.damping, root)
         episodes = jax.vmap(lambda one: collect(model, params, one))(chunk)
@@ -222,4 +221,5 @@ def _first(chunk: Chunk) -> Chunk:
 
 
 def _square_norms(tree: Any) -> Float[Array, " B"]:
-    return sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(tree))
+    """‖·‖² of every stream, the leading axis."""
+    return jax.vmap(lambda one: jnp.sum(ravel_pytree(one)[0] ** 2))(tree)

@@ -25,9 +25,17 @@ def figure(rows: int = 1, columns: int = 1, height: float = 3.6, **options: Any)
 
 
 def draw_curve(
-    ax: Any, record: Record, name: str, label: str, index: int, width: int = 1, style: Any = None, **options: Any
+    ax: Any,
+    record: Record,
+    name: str,
+    label: str,
+    index: int,
+    width: int = 1,
+    style: Any = None,
+    band: bool = True,
+    **options: Any,
 ) -> None:
-    """Mean over trials of a column with the 95% interval of the mean, after a median filter of `width` rows."""
+    """Mean over trials of a column, with the 95% interval of the mean, after a median filter of `width` rows."""
     trials = finite_trials(record, name)
     if not len(trials):
         return
@@ -35,10 +43,8 @@ def draw_curve(
     colour = options.pop("color", COLOURS[index % len(COLOURS)])
     style = STYLES[index % len(STYLES)] if style is None else style
     ax.plot(record.update, mean, color=colour, linestyle=style, label=label, linewidth=1.8, **options)
-    low = mean - half
-    if ax.get_yscale() == "log":  # an interval that reaches below zero ends at the axis
-        low = np.where(low > 0, low, mean / 10)
-    ax.fill_between(record.update, low, mean + half, color=colour, alpha=0.15, linewidth=0)
+    if band:
+        ax.fill_between(record.update, mean - half, mean + half, color=colour, alpha=0.15, linewidth=0)
 
 
 def filter_width(record: Record, share: float = 0.1) -> int:

@@ -202,8 +202,8 @@ def sections(folder: Path) -> list[Section]:
     ax.legend(frameon=False, fontsize=10)
     header = ["setting", "best point", "its loss", "all points", "points", "the paper's"]
     text = (
-        "Grid search over learning rate, momentum, and, where Q₀ is ours, decay and damping, in this order. The loss is "
-        "that of the last tenth of the updates."
+        "Grid search over learning rate, momentum, and, where Q₀ is ours, decay and damping, in this order. The loss "
+        "is that of the last tenth of the updates."
     )
     return [Section("Hyperparameters (Appendix G)", fig, text, [], Table(header, rows), [POINTS])]
 

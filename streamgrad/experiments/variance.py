@@ -54,7 +54,7 @@ class Setting:
         return f"{self.q0}-{self.alpha}"
 
 
-# Appendix G. (Its damping of 0.008 is not on the grid that it says was searched.)
+# Appendix G, found for MNIST. (Its damping of 0.008 is not on the grid that it says was searched.)
 SETTINGS = (
     Setting("identity", "gir", 0.005, 0.8),
     Setting("identity", "ours", 0.005, 0.5),
@@ -94,9 +94,14 @@ class Config:
     settings: tuple[Setting, ...] = SETTINGS
 
 
+# One learning rate and momentum for all, since the paper's were chosen for another task.
+SAME_RATE = tuple(dataclasses.replace(setting, learning_rate=0.005, momentum=0.8) for setting in SETTINGS)
+
 PRESETS = {
     "smoke": Config("digits", hidden=4, batch_size=4, updates=8, every=2, updates_per_call=4, trials=2),
-    "laptop": Config("digits", hidden=24, batch_size=32, updates=2000, every=20, updates_per_call=500, trials=3),
+    "laptop": Config(
+        "digits", 24, batch_size=32, updates=1500, every=15, updates_per_call=500, trials=3, settings=SAME_RATE
+    ),
     "paper": Config(
         "mnist", hidden=50, batch_size=50, updates=10_000, every=50, updates_per_call=500, trials=10, root="newton"
     ),
@@ -105,7 +110,7 @@ PRESETS = {
 
 def make_task(name: str, batch_size: int, data: Path | None) -> Task:
     """The digits, row by row, classified at every row."""
-    return find_task(name, batch_size=batch_size, **({"data": data} if name == "mnist" else {}))
+    return find_task(name, batch_size=batch_size, **({"folder": data} if name == "mnist" else {}))
 
 
 def run(
@@ -134,7 +139,7 @@ def run(
             progress,
             resume=resume,
             summarise=summarise_episodes(task.length),
-            describe={"experiment": "variance", "config": _without_settings(config), "setting": vars(setting)},
+            describe={"experiment": "variance", "config": _describe(config), "setting": vars(setting)},
         )
 
 
@@ -163,8 +168,9 @@ def train_one(
         train(folder, plan, *parts, progress=show, **options)
 
 
-def _without_settings(config: Config) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(config).items() if name != "settings"}
+def _describe(config: Config) -> dict[str, Any]:
+    """What defines a setting's run beside its plan."""
+    return {name: getattr(config, name) for name in ("task", "hidden", "batch_size", "root")}
 
 
 EXPERIMENT = Experiment(
