@@ -151,11 +151,10 @@ def test_in_a_browser(run, browser, width, dark):
     assert look(f"document.body.innerText.includes({json.dumps(NASTY)})"), "what was in the files is not shown as it is"
     assert look("document.scripts.length") == 0
 
-    figures = look(
-        "[...document.querySelectorAll('figure svg, .figure svg')].map(e => e.getBoundingClientRect().toJSON())"
-    )
-    assert len(figures) == 2
-    assert all(box["width"] > 200 and box["height"] > 150 for box in figures)
+    figures = each(".figure svg", "[e.getAttribute('class'), e.getBoundingClientRect().toJSON()]")
+    shown = [box for kind, box in figures if kind == ("narrow" if width < 600 else "wide")]
+    assert len(shown) == 2 and all(box["width"] > 200 and box["height"] > 150 for box in shown)
+    assert sum(box["width"] > 0 for _, box in figures) == 2, "one form of each figure is seen, and not the other"
     ids = each("[id]", "e.id")
     assert len(ids) == len(set(ids))
     targets = each('[href^="#"]', "e.getAttribute('href').slice(1)")

@@ -82,6 +82,31 @@ def reproduce(
     return run
 
 
+def record(
+    folder: Path,
+    experiment: Experiment,
+    preset: str,
+    config: Any,
+    seconds: float,
+    command: str,
+    data: str | None = None,
+) -> None:
+    """Write down in `folder/run.json` an experiment that was run by itself, so that `streamgrad report` can read it.
+
+    Args:
+      folder: the run's, in which the experiment has a folder of its own.
+      experiment: the experiment.
+      preset: the preset that its configuration comes from.
+      config: the configuration.
+      seconds: how long it took.
+      command: the command line.
+      data: the folder of the data, or None.
+    """
+    run = load_run(folder) if (folder / FILE).exists() else new_run(preset, command, None, data)
+    run.experiments[experiment.name] = {"config": _plain(config), "seconds": seconds, "done": True}
+    save_run(folder, run)
+
+
 def _config(experiment: Experiment, preset: str, seed: int | None) -> Any:
     if preset not in experiment.presets:
         choices = ", ".join(experiment.presets)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from streamgrad.experiments import find_experiment
 from streamgrad.experiments.base import Claim, Experiment, Section
-from streamgrad.report.figure import inline_svg, standalone_svg
+from streamgrad.report.figure import dark_rules, inline_svg, narrow_svg, standalone_svg
 from streamgrad.report.run import Run, load_run, write_text
 
 PAGE = "report.html"
@@ -93,14 +93,17 @@ def write_report(content: Content) -> Path:
         sections = []
         for number, section in enumerate(part.sections, 1):
             name = f"{part.experiment.name}-{number}"
-            svg = None
+            svgs = []
             if section.figure is not None:
                 document = standalone_svg(section.figure)
                 write_text(figures / f"{name}.svg", document)
-                svg = Markup(inline_svg(document, f"{name}-", section.title))
+                shapes = {"wide": document, "narrow": narrow_svg(section.figure)}
+                svgs = [Markup(inline_svg(svg, f"{name}-{kind}-", section.title, kind)) for kind, svg in shapes.items()]
                 _close(section.figure)
             files = [_download(content.folder, part.experiment.name, file) for file in section.files]
-            sections.append({"id": name, "section": section, "svg": svg, "files": files, "numeric": _numeric(section)})
+            sections.append(
+                {"id": name, "section": section, "svgs": svgs, "files": files, "numeric": _numeric(section)}
+            )
         parts.append({"part": part, "sections": sections})
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("streamgrad.report", ""),
@@ -111,8 +114,9 @@ def write_report(content: Content) -> Path:
     )
     environment.filters.update(duration=duration, plain=_plain, paragraphs=_paragraphs)
     counts = {word: sum(c.holds is held for *_, c in content.claims) for held, word in VERDICTS.items()}
+    rules = Markup(dark_rules(svg for part in parts for section in part["sections"] for svg in section["svgs"]))
     html = environment.get_template("page.html.j2").render(
-        content=content, run=content.run, parts=parts, counts=counts, verdicts=VERDICTS
+        content=content, run=content.run, parts=parts, counts=counts, verdicts=VERDICTS, rules=rules
     )
     write_text(content.folder / PAGE, html)
     return content.folder / PAGE
@@ -122,7 +126,7 @@ def duration(seconds: float) -> str:
     """Seconds in words.
 
     Example:
-      >>> duration(3.21), duration(75), duration(7260)
+      >>> duration(3.21), duration(75.0), duration(7260.0)
       ('3.2 s', '1 min 15 s', '2 h 1 min')
     """
     if seconds < 60:
