@@ -121,7 +121,7 @@ def test_the_summary_averages_over_the_minibatch():
     one = jnp.array([1.0, 3.0])
     names = ("intrinsic", "expected", "actual", "total", "total_actual", "residual")
     info = sg.Info(jnp.zeros((2, 3)), dict.fromkeys(names, one) | {"log_alpha": log_alpha})
-    row = summarise_episodes(3)(None, info, None)
+    row = summarise_episodes(3)(example(0)[1], info, example(0)[0])
     assert {name: float(value) for name, value in row.items()} == dict.fromkeys(names, 2.0) | {
         "log_alpha_1": 1.0,
         "log_alpha_2": 2.5,

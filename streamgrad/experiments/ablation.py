@@ -157,7 +157,7 @@ def sections(folder: Path) -> list[Section]:
     ax.set_xlabel("update, one per step of the stream")
     ax.set_ylabel("loss per bit, nats")
     ax.set_ylim(bottom=0)
-    ax.legend(frameon=False, fontsize=10, ncols=2)
+    plots.legend_below(fig, ax)
     rows = [
         [LABELS[name], f"{SETTINGS[name].learning_rate:g}", show_interval(_final(record)), str(len(_final(record)))]
         for name, record in records.items()

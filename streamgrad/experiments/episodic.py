@@ -81,13 +81,13 @@ def episodic_uoro(
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
-      >>> model = sg.Model(sg.cells.lstm(2, 3), sg.heads.softmax(2))
+      >>> model = sg.Model(sg.cells.lstm(2, 2), sg.heads.softmax(3))
       >>> params = model.init(jax.random.key(0))
-      >>> est = episodic_uoro(model, 4)
-      >>> chunk = sg.Chunk(jnp.ones((4, 5, 2)), jnp.zeros((4, 5), int))
+      >>> est = episodic_uoro(model, 2)
+      >>> chunk = sg.Chunk(jnp.ones((2, 3, 2)), jnp.zeros((2, 3), int))
       >>> grads, state, info = est.update(params, est.init(params), chunk, jax.random.key(1))
       >>> state.shared.b.shape, info.diagnostics["expected"].shape, info.diagnostics["log_alpha"].shape
-      ((12, 12), (4,), (4, 5))
+      ((8, 8), (2,), (2, 3))
     """
     check_size(batch_size=batch_size)
     check_choice("q0", q0, ("identity", "ours"))

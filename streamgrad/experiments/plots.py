@@ -15,13 +15,22 @@ def figure(rows: int = 1, columns: int = 1, height: float = 3.6, **options: Any)
     """A figure of a width that stays readable on a phone, and its axes as an array `[rows, columns]`."""
     from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(6.4, height * rows), layout="constrained")
+    fig = Figure(figsize=(5.2, height * rows), layout="constrained")
     axes = fig.subplots(rows, columns, squeeze=False, **options)
     for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25, linewidth=0.6)
         ax.tick_params(labelsize=10)
+        ax.xaxis.label.set_size(11)
+        ax.yaxis.label.set_size(11)
+        ax.locator_params(axis="x", nbins=5)
     return fig, axes
+
+
+def legend_below(fig: Any, ax: Any, columns: int = 2) -> None:
+    """The legend of one of the axes under the whole figure, where it hides no curve."""
+    handles, labels = ax.get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=10.5)
 
 
 def draw_curve(

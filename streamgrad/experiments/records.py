@@ -84,11 +84,11 @@ def mean_and_half_width(trials: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
       (2.0, 12.71)
     """
     count = len(trials)
-    mean = np.mean(trials, axis=0)
+    mean = np.asarray(np.mean(trials, axis=0))
     if count < 2:
         return mean, np.zeros_like(mean)
     quantile = _T[count - 2] if count - 2 < len(_T) else 1.96
-    return mean, quantile * np.std(trials, axis=0, ddof=1) / np.sqrt(count)
+    return mean, np.asarray(quantile * np.std(trials, axis=0, ddof=1) / np.sqrt(count))
 
 
 def median_filter(trials: np.ndarray, width: int) -> np.ndarray:

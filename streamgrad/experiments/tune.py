@@ -199,7 +199,7 @@ def sections(folder: Path) -> list[Section]:
                      str(len(mine)), texts[1]])  # fmt: skip
     ax.set_xlabel("learning rate")
     ax.set_ylabel("loss, best of the other choices")
-    ax.legend(frameon=False, fontsize=10)
+    plots.legend_below(fig, ax)
     header = ["setting", "best point", "its loss", "all points", "points", "the paper's"]
     text = (
         "Grid search over learning rate, momentum, and, where Q₀ is ours, decay and damping, in this order. The loss "

@@ -1,6 +1,7 @@
 """What the recorded numbers of the `variance` experiment say: figures, tables and claims."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -135,7 +136,7 @@ def _training(records: Records) -> Section:
         plots.draw_curve(ax, record, "loss", LABELS[name], NAMES.index(name), plots.filter_width(record))
     ax.set_xlabel("update")
     ax.set_ylabel("classification loss")
-    ax.legend(frameon=False, fontsize=10)
+    plots.legend_below(fig, ax)
     rows = [
         [LABELS[name], show_interval(_late(record, "loss", FINAL)), str(_count(record))]
         for name, record in records.items()
@@ -154,7 +155,7 @@ def _variances(records: Records) -> Section:
     from streamgrad.experiments import plots
 
     fig, axes = plots.figure(2, 2, height=2.7, sharex=True, sharey=True)
-    shown = {"intrinsic": "intrinsic  ‖g‖²", "expected": "expected  V(Q), theory", "actual": "actual  V(Q), measured"}
+    shown = {"intrinsic": "intrinsic, ‖g‖²", "expected": "expected V(Q), theory", "actual": "actual V(Q), measured"}
     for ax, name in zip(axes.flat, NAMES, strict=True):
         ax.set_yscale("log")
         ax.set_title(LABELS[name], fontsize=11)
@@ -167,10 +168,7 @@ def _variances(records: Records) -> Section:
         ax.set_xlabel("update")
     for ax in axes[:, 0]:
         ax.set_ylabel("variance")
-    handles, labels = next(
-        ax for ax, name in zip(axes.flat, NAMES, strict=True) if name in records
-    ).get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    plots.legend_below(fig, _first_drawn(axes, records))
     header = [
         "setting",
         "measured V(Q)",
@@ -218,16 +216,17 @@ def _alphas(records: Records) -> Section:
         ax.set_xlabel("update")
     for ax in axes[:, 0]:
         ax.set_ylabel("log αₛ − min log α")
-    handles, labels = next(
-        ax for ax, name in zip(axes.flat, NAMES, strict=True) if name in records
-    ).get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=10)
+    plots.legend_below(fig, _first_drawn(axes, records), 4)
     text = (
         "log αₛ at several steps s of an episode as training proceeds, less the smallest of the episode, mean over the "
         "minibatch and trials. The panels have scales of their own. Under GIR α is what its coefficients came to: "
         "αₛ = βₛ γₛ₊₁ … γ_T."
     )
     return Section("log α over training (Figure 3)", fig, text, alpha_claims(records), None, _files(records))
+
+
+def _first_drawn(axes: np.ndarray, records: Records) -> Any:
+    return next(ax for ax, name in zip(axes.flat, NAMES, strict=True) if name in records)
 
 
 def _late(record: Record, name: str, fraction: float = LATE) -> np.ndarray:
