@@ -132,7 +132,7 @@ def dark_rules(elements: Iterable[str], least: float = 0.2) -> str:
 
     Example:
       >>> dark_rules(['<path style="stroke: #440154; fill: none" />', '<path style="fill: #ffcc00" />'])
-      '.figure [style*="stroke: #440154"] { stroke: #9e7aa6 !important; }'
+      '.figure [style*="stroke: #440154"] { stroke: #9873a1 !important; }'
     """
     found = sorted({match.groups() for element in elements for match in _COLOUR.finditer(element)})
     rules = []

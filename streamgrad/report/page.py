@@ -88,7 +88,7 @@ def write_report(content: Content) -> Path:
 
     figures = content.folder / "figures"
     figures.mkdir(exist_ok=True)
-    parts = []
+    parts, embedded = [], set()
     for part in content.parts:
         sections = []
         for number, section in enumerate(part.sections, 1):
@@ -100,7 +100,7 @@ def write_report(content: Content) -> Path:
                 shapes = {"wide": document, "narrow": narrow_svg(section.figure)}
                 svgs = [Markup(inline_svg(svg, f"{name}-{kind}-", section.title, kind)) for kind, svg in shapes.items()]
                 _close(section.figure)
-            files = [_download(content.folder, part.experiment.name, file) for file in section.files]
+            files = [_download(content.folder, part.experiment.name, file, embedded) for file in section.files]
             sections.append(
                 {"id": name, "section": section, "svgs": svgs, "files": files, "numeric": _numeric(section)}
             )
@@ -198,18 +198,19 @@ def _first(found: list[str | None]) -> str | None:
     return next((item for item in found if item), None)
 
 
-def _download(folder: Path, experiment: str, file: str) -> dict[str, Any]:
-    """A file of the run as a link that carries its bytes."""
+def _download(folder: Path, experiment: str, file: str, embedded: set[str]) -> dict[str, Any]:
+    """A file of the run as a link that carries its bytes, unless a link before does."""
     inside = [folder / experiment / file, folder / file]
     path = next((p for p in inside if p.is_file() and p.resolve().is_relative_to(folder.resolve())), None)
     if path is None:
         raise ValueError(f"{inside[0]} does not exist: run `streamgrad reproduce {experiment}` anew.")
-    size = path.stat().st_size
-    content = None
-    if size <= LARGEST_DOWNLOAD:
+    name, size = "-".join(path.relative_to(folder).parts), path.stat().st_size
+    content, again = None, name in embedded
+    if size <= LARGEST_DOWNLOAD and not again:
         content = "data:text/csv;charset=utf-8;base64," + base64.b64encode(path.read_bytes()).decode()
-    name = "-".join(path.relative_to(folder).parts)
-    return {"name": name, "href": content, "size": _bytes(size), "path": str(path.relative_to(folder))}
+        embedded.add(name)
+    location = str(path.relative_to(folder))
+    return {"name": name, "href": content, "size": _bytes(size), "path": location, "again": again}
 
 
 def _numeric(section: Section) -> list[int]:
