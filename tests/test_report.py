@@ -65,6 +65,9 @@ def test_resume_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     assert "begun with preset smoke" in capsys.readouterr().err
     assert main([*command, "--resume", "--json"]) == 0
     assert [claim["holds"] for claim in json.loads(capsys.readouterr().out)["claims"]] == [True, False, None] * 2
+    monkeypatch.setenv("FAKE_STOPS_AT", "start")
+    assert main([*command, "--resume"]) == 0, "what is done is not run again"
+    monkeypatch.delenv("FAKE_STOPS_AT")
     assert main([*command[:-1], str(whole)]) == 0
     assert (folder / "fake" / "curve.csv").read_bytes() == (whole / "fake" / "curve.csv").read_bytes()
 
