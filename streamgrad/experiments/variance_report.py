@@ -139,8 +139,8 @@ def alpha_claims(records: Records) -> list[Claim]:
             f"Largest less smallest log α_s, means over the first tenth of the updates: {texts}."
             + _why(
                 extreme,
-                "The paper puts GIR's extremes down to gradients that vanish early in training; a forget gate that begins "
-                "with a bias of 1, as here, lets less of them vanish. The paper does not say how its weights begin.",
+                "The paper puts GIR's extremes down to gradients that vanish early in training; a forget gate that "
+                "begins with a bias of 1, as here, lets less of them vanish. The paper does not say how its weights begin.",
             ),
         ),
         Claim(
