@@ -140,7 +140,8 @@ def alpha_claims(records: Records) -> list[Claim]:
             + _why(
                 extreme,
                 "The paper puts GIR's extremes down to gradients that vanish early in training; a forget gate that "
-                "begins with a bias of 1, as here, lets less of them vanish. The paper does not say how its weights begin.",
+                "begins with a bias of 1, as here, lets less of them vanish. The paper does not say how its weights "
+                "begin.",
             ),
         ),
         Claim(
