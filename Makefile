@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup lint format types unit test table clean
+.PHONY: setup lint format types unit test table demo clean
 
 setup: $(STAMP)
 
@@ -12,6 +12,16 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "streamgrad needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+# From nothing to the report of all experiments; called again, it goes on where it was stopped.
+demo: $(VENV)/.demo
+	$(BIN)/streamgrad reproduce all --preset laptop --out runs/demo --resume
+
+$(VENV)/.demo: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "streamgrad needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[cli]"
 	touch $@
 
 lint: setup

@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import resource
+import shutil
 from typing import NamedTuple
 
 import jax
@@ -242,17 +243,21 @@ def test_checkpoints_keep_types_bits_and_the_newest(tmp_path):
     assert checkpoints.latest() is None
     for step in (5, 20):
         checkpoints.save(step, jax.tree.map(lambda leaf, step=step: leaf * (step == 20), state))
-    (tmp_path / "x" / "30.orbax-checkpoint-tmp").mkdir()  # a kill left it
+    left = tmp_path / "x" / "30.orbax-checkpoint-tmp"  # by a kill, while it was written
+    shutil.copytree(tmp_path / "x" / "20", left)
     assert checkpoints.latest() == 20 and not (tmp_path / "x" / "5").exists()
     template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     assert same(checkpoints.restore(20, template), state)
     with pytest.raises(ValueError, match=r"of another run: only the checkpoint has state\.end"):
         checkpoints.restore(20, template._replace(end=()))
-    for file in (tmp_path / "x" / "20").rglob("*"):
+    checkpoints.save(30, state)
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["30"]
+    assert same(checkpoints.restore(30, template), state)
+    for file in (tmp_path / "x" / "30").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"checkpoint .*20 cannot be read"):
-        checkpoints.restore(20, template)
+    with pytest.raises(ValueError, match=r"checkpoint .*30 cannot be read"):
+        checkpoints.restore(30, template)
 
 
 def test_numbers_that_are_not_finite_in_json(tmp_path):

@@ -6,6 +6,7 @@ For machines that have no more, such as a borrowed GPU; `streamgrad reproduce` h
 import argparse
 import dataclasses
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from streamgrad.experiments import EXTRA, MODULES, find_experiment
+    from streamgrad.experiments.reproduce import record
 
     parser = argparse.ArgumentParser(prog="python -m streamgrad.experiments", description=__doc__)
     parser.add_argument("name", choices=[*MODULES, *EXTRA])
@@ -43,7 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = dataclasses.replace(config, updates=options.updates)
         if options.settings is not None:
             config = dataclasses.replace(config, settings=_chosen(config.settings, options.settings))
+        begun = time.monotonic()
         experiment.run(config, options.out / options.name, _lines(), options.resume, options.data)
+        command = shlex.join(["python", "-m", "streamgrad.experiments", *(sys.argv[1:] if argv is None else argv)])
+        data = None if options.data is None else str(options.data)
+        record(options.out, experiment, options.preset, config, time.monotonic() - begun, command, data)
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1

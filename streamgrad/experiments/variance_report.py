@@ -137,13 +137,18 @@ def alpha_claims(records: Records) -> list[Claim]:
             "Early in training GIR's coefficients are more extreme than the optimal ones.",
             extreme,
             f"Largest less smallest log α_s, means over the first tenth of the updates: {texts}."
-            + _why(extreme, "See the figure."),
+            + _why(
+                extreme,
+                "The paper puts GIR's extremes down to gradients that vanish early in training; a forget gate that "
+                "begins with a bias of 1, as here, lets less of them vanish. The paper does not say how its weights "
+                "begin.",
+            ),
         ),
         Claim(
             "With both ours the order is reversed: the last step of an episode has a larger α than the first.",
             reversed_order,
             f"log α of the first and the last step, means over the last half of the updates: {ends}."
-            + _why(reversed_order, "See the figure."),
+            + _why(reversed_order, "The figure shows the order at the steps between."),
         ),
     ]
 

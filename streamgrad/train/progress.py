@@ -24,7 +24,7 @@ def showing(title: str = "updates", every_seconds: float = 5.0) -> Iterator[Show
         with _bar(title) as show:
             yield show
     else:
-        yield _lines(title, every_seconds)
+        yield plain_lines(title, every_seconds)
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def _bar(title: str) -> Iterator[Show]:
     ]
     with Progress(*columns, console=Console(stderr=True)) as bar:
         shown = bar.add_task(title, total=None, rate="", words="compiling")
-        clock = _Clock()
+        clock = Clock()
 
         def show(done: int, of: int, words: str) -> None:
             rate, _ = clock.see(done, of)
@@ -51,8 +51,9 @@ def _bar(title: str) -> Iterator[Show]:
         yield show
 
 
-def _lines(title: str, every_seconds: float) -> Show:
-    clock, last = _Clock(), -float("inf")
+def plain_lines(title: str, every_seconds: float) -> Show:
+    """A function that prints a line on stderr now and then, and at the end."""
+    clock, last = Clock(), -float("inf")
 
     def show(done: int, of: int, words: str) -> None:
         nonlocal last
@@ -64,13 +65,14 @@ def _lines(title: str, every_seconds: float) -> Show:
     return show
 
 
-class _Clock:
+class Clock:
     """Rate and time left since the first call, which has the compilation in it and so is left out."""
 
     def __init__(self) -> None:
         self.first: tuple[float, int] | None = None
 
     def see(self, done: int, of: int) -> tuple[str, str]:
+        """Rate and time left, in words; empty as long as nothing is known of them."""
         now = time.monotonic()
         if self.first is None:
             self.first = (now, done)

@@ -222,7 +222,7 @@ def _template(plan: Plan, *parts: Any) -> PyTree:
 def _size(plan: Plan, template: PyTree) -> int:
     """Bytes that the run may write: two checkpoints, since the old one goes after the new one has come, and rows."""
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(template))
-    rows = plan.updates // plan.every * plan.seeds * 256
+    rows = plan.updates // plan.every * plan.seeds * 2048
     return (2 * state if plan.checkpoints else 0) + rows + (1 << 16)
 
 

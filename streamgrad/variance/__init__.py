@@ -19,6 +19,7 @@ from streamgrad.variance.objective import (
     preuoro_covariance,
     preuoro_total_variance,
     preuoro_v,
+    spatial_total_variance,
     total_variance,
     v,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "preuoro_total_variance",
     "preuoro_v",
     "score_variance",
+    "spatial_total_variance",
     "state_q0",
     "total_variance",
     "v",

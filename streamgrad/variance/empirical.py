@@ -31,7 +31,7 @@ class Empirical(NamedTuple):
     samples: int
 
 
-class _Sums(NamedTuple):
+class Moments(NamedTuple):
     """Moments of a number of samples, to be merged.
 
     Attributes:
@@ -90,43 +90,55 @@ def empirical(est: GradientEstimator, params: Params, chunk: Chunk, key: Any, n:
     def sample(key: Array) -> Float[Array, " P"]:
         return ravel_pytree(est.update(params, state, chunk, key)[0])[0]
 
-    def measure(keys: Array, centre: Array) -> _Sums:
-        x = jax.vmap(sample)(keys) - centre[None]
-        d = jnp.sum(x**2, axis=1)
-        mean, norm = jnp.mean(x, axis=0), jnp.mean(d)
-        count = jnp.asarray(float(keys.shape[0]), x.dtype)
-        away = x - mean[None]
-        return _Sums(count, mean, jnp.sum(away**2, axis=0), norm, jnp.sum((d - norm) ** 2), (d - norm) @ away)
+    def measure(keys: Array, centre: Array) -> Moments:
+        return moments(jax.vmap(sample)(keys), centre)
 
     @jax.jit
-    def all_of_them(whole: Array, rest: Array | None) -> tuple[_Sums, Array]:
+    def all_of_them(whole: Array, rest: Array | None) -> tuple[Moments, Array]:
         # Any centre would do; one close to the mean keeps the standard error's correction small.
         centre = jnp.mean(jax.vmap(sample)(whole[0]), axis=0)
         zero = jnp.zeros((), centre.dtype)
-        start = _Sums(zero, jnp.zeros_like(centre), jnp.zeros_like(centre), zero, zero, jnp.zeros_like(centre))
-        sums, _ = jax.lax.scan(lambda sums, keys: (_merge(sums, measure(keys, centre)), None), start, whole)
+        start = Moments(zero, jnp.zeros_like(centre), jnp.zeros_like(centre), zero, zero, jnp.zeros_like(centre))
+        sums, _ = jax.lax.scan(lambda sums, keys: (merge(sums, measure(keys, centre)), None), start, whole)
         if rest is not None:
-            sums = _merge(sums, measure(rest, centre))
+            sums = merge(sums, measure(rest, centre))
         return sums._replace(mean=sums.mean + centre), sums.mean
 
     keys = jax.random.split(key, n)
     full = n - n % block
     whole = keys[:full].reshape(full // block, block, *keys.shape[1:])
     sums, offset = all_of_them(whole, keys[full:] if full < n else None)
-    variance = sums.spread / (n - 1)
+    variance, total, error = summary(sums, offset)
+    mean_error = jnp.sqrt(variance / n)
+    return Empirical(unravel(sums.mean), unravel(mean_error), unravel(variance), total, error, n)
+
+
+def moments(samples: Float[Array, "K P"], centre: Float[Array, " P"]) -> Moments:
+    """The moments of a block of samples around a fixed centre."""
+    x = samples - centre[None]
+    d = jnp.sum(x**2, axis=1)
+    mean, norm = jnp.mean(x, axis=0), jnp.mean(d)
+    count = jnp.asarray(float(x.shape[0]), x.dtype)
+    away = x - mean[None]
+    return Moments(count, mean, jnp.sum(away**2, axis=0), norm, jnp.sum((d - norm) ** 2), (d - norm) @ away)
+
+
+def summary(sums: Moments, offset: Float[Array, " P"]) -> tuple[Float[Array, " P"], Float[Array, ""], Float[Array, ""]]:
+    """Variances, their sum and its standard error, where the mean lies `offset` away from the centre."""
+    variance = sums.spread / (sums.size - 1)
     # d measured from the mean instead of the centre is d - 2 x·offset + const.
     spread = sums.norm_spread - 4 * sums.product @ offset
-    error = jnp.sqrt(jnp.maximum(spread, 0) / (n - 1) / n)
-    mean_error = jnp.sqrt(variance / n)
-    return Empirical(unravel(sums.mean), unravel(mean_error), unravel(variance), jnp.sum(variance), error, n)
+    error = jnp.sqrt(jnp.maximum(spread, 0) / (sums.size - 1) / sums.size)
+    return variance, jnp.sum(variance), error
 
 
-def _merge(a: _Sums, b: _Sums) -> _Sums:
+def merge(a: Moments, b: Moments) -> Moments:
+    """The moments of two sets of samples together, by Chan's rule."""
     count = a.size + b.size
     apart, norm_apart = b.mean - a.mean, b.norm - a.norm
     share = b.size / count
     weight = a.size * share
-    return _Sums(
+    return Moments(
         count,
         a.mean + share * apart,
         a.spread + b.spread + weight * apart**2,

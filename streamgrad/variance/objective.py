@@ -249,6 +249,37 @@ def preuoro_covariance(ep: Episode, alpha: Any = None, kurtosis: float = 0.0) ->
     return first + swapped(parts) - swapped(later) + kurtosis * (both.T @ both)
 
 
+def spatial_total_variance(ep: Episode, q0: Any = None, kurtosis: float = 0.0) -> Float[Array, ""]:
+    """The total variance of `spatial_rtrl`, exact: noise of different steps never meets, so that steps add up.
+
+        Σ_q ‖g_q^T Q_0‖² ‖Q_0^{-1} J_q‖² + ‖g_q^T J_q‖² + κ Σ_k (Q_0^T g_q)_k² ‖(Q_0^{-1} J_q)_k‖²,    g_q = g_{q,q}
+
+    Args:
+      ep: from `collect`.
+      q0: as in `v`.
+      kurtosis: κ, excess kurtosis of the noise: 0 for Gaussian, -2 for Rademacher.
+
+    Returns:
+      The trace of the covariance.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
+      >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
+      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk)
+      >>> bool(sg.variance.spatial_total_variance(ep) < sg.variance.total_variance(ep))
+      True
+    """
+    spatial = spatial_of(ep, 1, q0)
+    diagonal = _diagonal(ep)
+    squares, weights = spatial.shape(diagonal) ** 2, row_weights(ep, spatial)
+    if ep.jacobian is not None:
+        mean = jnp.sum(jnp.einsum("qi,qip->qp", diagonal, ep.jacobian) ** 2)
+    else:
+        mean = jnp.sum(diagonal**2 * ep.feature_norms[:, matrix_of_row(ep.rows)])
+    return jnp.sum(jnp.sum(squares, axis=1) * jnp.sum(weights, axis=1)) + mean + kurtosis * jnp.sum(squares * weights)
+
+
 def dense_jacobian(ep: Episode) -> Float[Array, "T N P"]:
     """J_t as a matrix, parameters ravelled: I ⊗ a_t^T at preactivations."""
     if ep.jacobian is not None:

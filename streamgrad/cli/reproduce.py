@@ -1,0 +1,64 @@
+"""`streamgrad reproduce`: run the paper's experiments and write a report."""
+
+import dataclasses
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from streamgrad.cli.options import choose
+from streamgrad.experiments import EXTRA, MODULES
+
+NAMES = [*MODULES, "all", *EXTRA]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Run the paper's experiments and write a report: one HTML page with the figures and what they show."""
+
+    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="|".join(NAMES))] = "all"
+    """Which; by default all but tune, which searches for the settings that the others are given."""
+    preset: Literal["smoke", "laptop", "paper"] = "laptop"
+    """How large: smoke (seconds), laptop (minutes, on two cores), paper (the paper's sizes, for a GPU)."""
+    out: Path | None = None
+    """Folder of the run; runs/PRESET by default."""
+    data: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = os.environ.get("STREAMGRAD_DATA") or None
+    """Folder of the MNIST files; STREAMGRAD_DATA by default."""
+    resume: bool = False
+    """Go on with a run that was stopped."""
+    seed: int | None = None
+    """In place of the preset's."""
+    json: bool = False
+    """Print the report's path and the claims as JSON; no progress."""
+
+
+def main(options: Options) -> int:
+    """Run, write the page, and print what became of the claims; a claim that fails is a finding, not an error."""
+    # LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from streamgrad.cli.progress import show_progress
+    from streamgrad.cli.report import print_outcome
+    from streamgrad.experiments.reproduce import expand, reproduce
+    from streamgrad.report import collect, write_report
+
+    choose("experiment", options.experiment, [*MODULES, *EXTRA, "all"])
+    folder = options.out or Path("runs") / options.preset
+    names = expand(options.experiment)
+    command = shlex.join(["streamgrad", *sys.argv[1:]])
+    with show_progress(quiet=options.json) as progress:
+        reproduce(
+            names,
+            options.preset,
+            folder,
+            progress,
+            data=options.data,
+            resume=options.resume,
+            seed=options.seed,
+            command=command,
+        )
+    content = collect(folder)
+    print_outcome(content, write_report(content), options.json)
+    return 0
