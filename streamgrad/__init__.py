@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         Model,
         Params,
     )
-    from streamgrad.estimators import bptt, nobacktrack, preuoro, rtrl, spatial_rtrl, tbptt, uoro
+    from streamgrad.estimators import bptt, nobacktrack, preuoro, reinforce, rtrl, spatial_rtrl, tbptt, uoro
     from streamgrad.online import batched, online
 
 __version__ = "0.1.0"
@@ -49,6 +49,7 @@ __all__ = [
     "nobacktrack",
     "online",
     "preuoro",
+    "reinforce",
     "rtrl",
     "spatial_rtrl",
     "tasks",
@@ -65,7 +66,7 @@ _HOMES: dict[str, str] = dict.fromkeys(
     "streamgrad.base",
 )
 _HOMES |= dict.fromkeys(
-    ("bptt", "nobacktrack", "preuoro", "rtrl", "spatial_rtrl", "tbptt", "uoro"), "streamgrad.estimators"
+    ("bptt", "nobacktrack", "preuoro", "reinforce", "rtrl", "spatial_rtrl", "tbptt", "uoro"), "streamgrad.estimators"
 )
 _HOMES |= dict.fromkeys(("batched", "online"), "streamgrad.online")
 

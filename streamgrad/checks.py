@@ -29,6 +29,12 @@ def check_size(least: int = 1, **sizes: Any) -> None:
             raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}.")
 
 
+def check_decay(decay: Any) -> None:
+    """`decay`, of an exponential average, is a number of at least 0 and below 1."""
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+        raise ValueError(f"decay must be a number of at least 0 and below 1, not {decay!r}.")
+
+
 def check_callable(**functions: Any) -> None:
     """Each of `functions` can be called."""
     for name, value in functions.items():

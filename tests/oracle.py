@@ -144,6 +144,56 @@ def preuoro(model, params, chunk, tau, matrices, alpha=None, gir=False):
     return total
 
 
+def reinforce(model, params, chunk, u, sigma, q0, baseline, decay=0.99, positions=None):
+    """Section 9: h̄_t = F(h̄_{t-1}) + σ Q u_t, w̄_t = w̄_{t-1} + u_t^T Q^{-1} (dh_t/dθ_t) / σ, (L_t - b_t) w̄_t.
+
+    Returns the gradients of the cell (ravelled) and of the head. "average": every step's own term of w̄_t has the
+    average of the losses before that step as its b; or with `positions`, all of them that of the losses at this
+    position in earlier episodes.
+    """
+    inverse = np.linalg.inv(q0)
+    theta, unravel_params = ravel_pytree(params.cell)
+    h0, unravel = ravel_pytree(model.init_state(params))
+
+    @jax.jit
+    def at(h, kick, clean, x, target):
+        def step(theta, h):
+            return ravel_pytree(model.cell.step(unravel_params(theta), unravel(h), x))[0]
+
+        def loss(head, h):
+            return model.head.loss(head, model.cell.output(unravel(h)), target)
+
+        new, clean = step(theta, h) + kick, step(theta, clean)
+        value, head_grads = jax.value_and_grad(loss)(params.head, new)
+        return jax.jacobian(step)(theta, h), new, clean, value, loss(params.head, clean), head_grads
+
+    h = clean = h0
+    terms, averages, past = [], [], []  # of the episode; of all steps
+    at_position = [[] for _ in range(len(u))]
+
+    def average(losses):
+        ages = decay ** np.arange(len(losses))[::-1]
+        return ages @ losses / ages.sum() if losses else 0.0
+
+    total, head_total = 0.0, jax.tree.map(jnp.zeros_like, params.head)
+    for t in range(len(u)):
+        if chunk.reset is not None and bool(chunk.reset[t]):
+            h, clean, terms, averages = h0, h0, [], []
+        x, target = jax.tree.map(lambda leaf, t=t: leaf[t], (chunk.inputs, chunk.targets))
+        jacobian, h, clean, loss, clean_loss, head_grads = at(h, sigma * q0 @ u[t], clean, x, target)
+        terms.append(u[t] @ inverse @ jacobian / sigma)
+        averages.append(average(past))
+        past.append(float(loss))
+        position = len(terms) - 1
+        if positions is not None:
+            averages = [average(at_position[position]) if position < positions else 0.0] * len(terms)
+            at_position[position].append(float(loss))
+        b = {"none": np.zeros(len(terms)), "average": averages, "noise_free": np.full(len(terms), clean_loss)}[baseline]
+        total = total + sum((loss - b_s) * term for b_s, term in zip(b, terms, strict=True))
+        head_total = jax.tree.map(jnp.add, head_total, head_grads)
+    return total, head_total
+
+
 def greedy(model, params, chunk, cut, u, q0, decay):
     """UORO with the coefficients of Appendix D; returns the gradient, β and γ.
 

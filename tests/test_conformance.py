@@ -10,7 +10,19 @@ import pytest
 import streamgrad as sg
 from streamgrad.base import CUT_NAMES
 from streamgrad.estimators import REGISTRY, Noise
-from tests.tools import all_signs, bptt, error, make_chunk, make_model, make_params, mean_over, run, split
+from tests.tools import (
+    all_signs,
+    bptt,
+    error,
+    gaussian_nodes,
+    make_chunk,
+    make_model,
+    make_params,
+    mean_over,
+    noisy_loss,
+    run,
+    split,
+)
 
 ROWS = list(REGISTRY.values())
 # Each estimator at each cut it has; those without a cut once.
@@ -45,6 +57,14 @@ def noise_shape(row, cut, model, params, chunk) -> tuple[int, ...]:
     return shapes[0]
 
 
+def run_quietly(row, cut, model, params, chunk):
+    """One chunk; where the noise is in the network itself without it, so that it is the network of BPTT."""
+    if row.promise != "unbiased for the noisy network":
+        return run(make(row, cut, model), params, [chunk], jax.random.key(0))
+    still = jnp.zeros(noise_shape(row, cut, model, params, chunk), chunk.targets.dtype)
+    return run(make(row, cut, model, noise="given"), params, [chunk], still)
+
+
 def setup(cell="vanilla", length=4, dtype=jnp.float64, reset=None, **sizes):
     model = make_model(cell, **sizes)
     return model, make_params(model, dtype=dtype), make_chunk(model, length, dtype=dtype, reset=reset)
@@ -60,7 +80,10 @@ def test_names_of_arguments(row, cut):
 
 @each
 def test_promise(row, cut):
-    """Exact means equal to BPTT of the whole sequence in any chunks; unbiased means so in the mean over the noise."""
+    """Exact means equal to BPTT of the whole sequence in any chunks; unbiased means so in the mean over the noise.
+
+    Where the noise is in the network, the mean over it is the gradient of the expected loss.
+    """
     model, params, chunk = setup(length=3, n_hidden=1 if cut == "params" else 2)
     want, losses, _ = run(sg.bptt(model), params, [chunk])
     if row.promise == "exact":
@@ -72,14 +95,25 @@ def test_promise(row, cut):
         shape = noise_shape(row, cut, model, params, chunk)
         est = make(row, cut, model, noise="given")
         assert error(mean_over(est, params, chunk, all_signs(*shape)), want) < 1e-10
-    _, again, _ = run(make(row, cut, model), params, [chunk], jax.random.key(0))
+    elif row.promise == "unbiased for the noisy network":
+        small, params_of_small, two_steps = setup(length=2, n_hidden=1)
+        u, weights = gaussian_nodes(48, *noise_shape(row, cut, small, params_of_small, two_steps))
+
+        def expected(params):
+            losses = jax.vmap(lambda u: noisy_loss(small, params, two_steps, u, sigma=0.3))(jnp.asarray(u))
+            return weights @ losses
+
+        est = make(row, cut, small, noise="given", sigma=0.3)
+        mean = mean_over(est, params_of_small, two_steps, u, weights)
+        assert error(mean, jax.grad(expected)(params_of_small)) < 1e-10
+    _, again, _ = run_quietly(row, cut, model, params, chunk)
     np.testing.assert_allclose(again, losses, rtol=1e-12)
 
 
 @each
 def test_gradient_of_the_head_is_exact(row, cut):
     model, params, chunk = setup()
-    got, _, _ = run(make(row, cut, model), params, [chunk], jax.random.key(0))
+    got, _, _ = run_quietly(row, cut, model, params, chunk)
     assert error(got.head, bptt(model, params, chunk).head) < 1e-10
 
 
@@ -223,7 +257,7 @@ def test_any_cell(row, cut):
     for cell in ("gru", "stack", "nested"):
         model, params, chunk = setup(cell)
         if cut is None or cut in model.cell.cuts:
-            grads, _, info = run(make(row, cut, model), params, [chunk], jax.random.key(0))
+            grads, _, info = run_quietly(row, cut, model, params, chunk)
             assert error(grads.head, bptt(model, params, chunk).head) < 1e-10
             assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((grads, info)))
         else:

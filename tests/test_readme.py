@@ -63,7 +63,9 @@ def test_example_of_contributing_conforms():
 def test_core_imports_with_jax_numpy_and_optax_alone():
     """In a fresh interpreter that has none of the other packages."""
     extras = ["jaxtyping", "beartype", "hypothesis", "pytest", "tyro", "rich", "orbax", "matplotlib", "jinja2"]
+    extras += ["sklearn"]
     code = f"import sys; sys.modules.update(dict.fromkeys({extras}))\nimport streamgrad as sg, jax\n"
+    code += "import streamgrad.train.progress, streamgrad.tasks.queue, streamgrad.tasks.mnist\n"
     code += "m = sg.Model(sg.cells.lstm(2, 3), sg.heads.softmax(2)); print(sg.uoro(m).init(m.init(jax.random.key(0))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

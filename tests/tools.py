@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
+from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 
@@ -128,13 +129,43 @@ def over_patterns(est: sg.GradientEstimator, params, chunk, patterns, block: int
         yield update(jnp.asarray(patterns[start : start + block]))
 
 
-def mean_over(est: sg.GradientEstimator, params, chunk, patterns):
-    """The exact mean gradient over patterns of noise."""
-    total = None
+def mean_over(est: sg.GradientEstimator, params, chunk, patterns, weights=None):
+    """The exact mean gradient over patterns of noise, all of the same weight unless weights are given."""
+    weights = np.full(len(patterns), 1 / len(patterns)) if weights is None else weights
+    total, done = None, 0
     for grads in over_patterns(est, params, chunk, patterns):
-        here = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), grads)
+        size = len(jax.tree.leaves(grads)[0])
+        mine = jnp.asarray(weights[done : done + size])
+        here = jax.tree.map(lambda leaf, w=mine: jnp.tensordot(w, leaf, axes=1), grads)
+        done += size
         total = here if total is None else jax.tree.map(jnp.add, total, here)
-    return jax.tree.map(lambda leaf: leaf / len(patterns), total)
+    return total
+
+
+def noisy_loss(model: sg.Model, params, chunk, u, sigma, q0=None):
+    """The summed loss of the network whose state is perturbed: h̄_t = F(h̄_{t-1}, x_t) + σ Q_0 u_t."""
+    fresh, unravel = model.init_state(params), ravel_pytree(model.init_state(params))[1]
+    kicks = sigma * u @ (jnp.eye(u.shape[1]) if q0 is None else jnp.asarray(q0)).T
+    reset = jnp.zeros(len(u), bool) if chunk.reset is None else chunk.reset
+
+    def step(state, now):
+        x, target, begins, kick = now
+        state = jax.tree.map(lambda a, b: jnp.where(begins, a, b), fresh, state)
+        state = jax.tree.map(jnp.add, model.cell.step(params.cell, state, x), unravel(kick))
+        return state, model.head.loss(params.head, model.cell.output(state), target)
+
+    return jnp.sum(jax.lax.scan(step, fresh, (chunk.inputs, chunk.targets, reset, kicks))[1])
+
+
+def gaussian_nodes(nodes: int, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+    """Gauss-Hermite nodes `[nodes^n, *shape]` and their weights: Gaussian noise that can be enumerated.
+
+    Means over it are exact to rounding where the integrand is smooth enough for so many nodes.
+    """
+    n = int(np.prod(shape))
+    points, weights = np.polynomial.hermite_e.hermegauss(nodes)
+    grid = np.array(list(itertools.product(points, repeat=n))).reshape(-1, *shape)
+    return grid, np.array([np.prod(w) for w in itertools.product(weights / weights.sum(), repeat=n)])
 
 
 def random_q0(size: int, seed: int = 0) -> np.ndarray:

@@ -6,6 +6,7 @@ from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.noise import Noise, find_noise
 from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.registry import REGISTRY, Row, find_estimator, markdown_table
+from streamgrad.estimators.reinforce import reinforce, with_sigma
 from streamgrad.estimators.rescale import Rescaling, geometric, given, greedy
 from streamgrad.estimators.rtrl import rtrl
 from streamgrad.estimators.shaping import Shaping, shaping
@@ -30,9 +31,11 @@ __all__ = [
     "markdown_table",
     "nobacktrack",
     "preuoro",
+    "reinforce",
     "rtrl",
     "shaping",
     "spatial_rtrl",
     "tbptt",
     "uoro",
+    "with_sigma",
 ]

@@ -53,6 +53,8 @@ class Factors(NamedTuple):
 
 # Steps after which GIR's projections of all later steps are brought up to date.
 FEW = 8
+# Steps that are compiled into one turn of the loop: its own cost is noticeable beside a step of a small network.
+UNROLL = 2
 
 
 def block_length(length: int, size: int) -> int:
@@ -94,8 +96,8 @@ def factored_parts(
         count = len(right)
         here = None
         if known is not None:  # the projections of these steps alone, and their products among themselves
-            here = [jax.lax.dynamic_slice_in_dim(leaf, offset, count) for leaf in ahead]
-            inside = [jax.lax.dynamic_slice_in_dim(leaf, offset, count, axis=1) for leaf in known.v_v]
+            here = [jax.lax.dynamic_slice_in_dim(leaf, offset, count, axis=1) for leaf in ahead]
+            inside = [jax.lax.dynamic_slice_in_dim(leaf, offset, count, axis=2) for leaf in known.v_v]
             steps = (inputs, reset, right, _Known(inside, known.square))
 
         def step(carry: tuple, now: tuple) -> tuple[tuple, dict[str, PyTree]]:
@@ -132,7 +134,7 @@ def factored_parts(
             return (at.state, tangent, remembered, square_norm, here), kept
 
         begin = (cell_state, tangent, remembered, square_norm, here)
-        end, kept = jax.lax.scan(step, begin, (jnp.arange(count), steps))
+        end, kept = jax.lax.scan(step, begin, (jnp.arange(count), steps), unroll=UNROLL)
         if known is not None:
             sigma, c = _left_at_the_end(*_cotangent_scales(kept["scales"], reset))
             ahead = _look_further_ahead(groups, ahead, known.v_v, kept["features"], sigma, c)
@@ -184,10 +186,11 @@ def factored_parts(
             jax.tree.unflatten(structure, groups.by_matrix(left)), jax.tree.unflatten(structure, kept["features"])
         )
         factors = Factors(weight, state.memory.cotangent, outer)
-        info = Info(loss, {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]})
+        diagnostics = {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]}
         if watched:
             vectors = jax.vmap(lambda state: ravel_pytree(state)[0])(kept["state"])
-            info.diagnostics.update(state=vectors, dl_dstate=dl_dstate)
+            diagnostics |= {"state": vectors, "dl_dstate": dl_dstate}
+        info = Info(loss, diagnostics)
         return (factors, head_grads), EstimatorState(cell_state, memory, state.shared), info
 
     return parts
@@ -207,7 +210,7 @@ class _Known(NamedTuple):
     """What GIR needs and the noise alone decides, one entry for each weight matrix; time leading.
 
     Attributes:
-      v_v: v_t · v_s inside each group, `[T, s, g]`.
+      v_v: v_t · v_s inside each group, `[T, g, s]`.
       square: ‖v_t‖² inside each group, `[T, g]`.
     """
 
@@ -216,13 +219,17 @@ class _Known(NamedTuple):
 
 
 def _known_ahead(groups: Groups, left: Float[Array, "T N"], cotangent: PyTree) -> tuple[list[Array], _Known]:
-    """The projections v_s^T w̃_0 of all steps s, `[s, g, A]` for each weight matrix, and what they will be added."""
+    """The projections v_s^T w̃_0 of all steps s, `[g, s, A]` for each weight matrix, and what they will be added.
+
+    Groups lead, so that the products are plain ones of matrices as they lie in memory.
+    """
     ahead, known = [], _Known([], [])
     for v, w, members in zip(groups.by_matrix(left), jax.tree.leaves(cotangent), groups.of_matrix(), strict=True):
-        v = v.reshape(len(left), len(members), -1)
-        ahead.append(jnp.einsum("tgn,gna->tga", v, w.reshape(len(members), -1, w.shape[1])))
-        known.v_v.append(jnp.einsum("tgn,sgn->tsg", v, v))
-        known.square.append(jnp.sum(v**2, axis=2))
+        v = jnp.swapaxes(v.reshape(len(left), len(members), -1), 0, 1)
+        ahead.append(v @ w.reshape(len(members), -1, w.shape[1]))
+        products = v @ jnp.swapaxes(v, 1, 2)
+        known.v_v.append(jnp.swapaxes(products, 0, 1))
+        known.square.append(jnp.diagonal(products, axis1=1, axis2=2).T)
     return ahead, known
 
 
@@ -233,11 +240,13 @@ def _cross_and_pulled(
     cross = jnp.zeros(groups.count, features[0].dtype)
     pulled = cross
     for members, projections, square, a in zip(groups.of_matrix(), ahead, known.square, features, strict=True):
-        here = jax.lax.dynamic_index_in_dim(projections, t, 0, keepdims=False) @ a
+        # As sums: a product of two vectors for each stream is a call of its own, dearer than its arithmetic.
+        here = jnp.sum(jax.lax.dynamic_index_in_dim(projections, t, 1, keepdims=False) * a[None], axis=1)
+        square = square * jnp.sum(a**2)
         if groups.count == len(members):
-            cross, pulled = cross + here, pulled + square * (a @ a)
+            cross, pulled = cross + here, pulled + square
         else:
-            cross, pulled = cross.at[members].add(here), pulled.at[members].add(square * (a @ a))
+            cross, pulled = cross.at[members].add(here), pulled.at[members].add(square)
     return cross, pulled
 
 
@@ -250,8 +259,8 @@ def _look_ahead(
     """
     new = []
     for members, projections, products, a in zip(groups.of_matrix(), here, v_v, features, strict=True):
-        added = (present[members][None] * products)[:, :, None] * a[None, None]
-        new.append(past[members][None, :, None] * projections + added)
+        added = (present[members][:, None] * products)[:, :, None] * a[None, None]
+        new.append(past[members][:, None, None] * projections + added)
     return new
 
 
@@ -261,8 +270,8 @@ def _look_further_ahead(
     """The projections of all steps of the block after a few: the same, with those few as one matrix product."""
     new = []
     for members, projections, products, a in zip(groups.of_matrix(), ahead, v_v, features, strict=True):
-        added = jnp.einsum("tsg,ta->sga", c[:, members][:, None] * products, a)
-        new.append(sigma[members][None, :, None] * projections + added)
+        weighted = jnp.moveaxis(c[:, members][:, :, None] * products, 0, 2)
+        new.append(sigma[members][:, None, None] * projections + weighted @ a)
     return new
 
 

@@ -12,12 +12,13 @@ from streamgrad.checks import check_choice
 from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.preuoro import preuoro
+from streamgrad.estimators.reinforce import reinforce
 from streamgrad.estimators.rtrl import rtrl
 from streamgrad.estimators.spatial_rtrl import spatial_rtrl
 from streamgrad.estimators.tbptt import tbptt
 from streamgrad.estimators.uoro import uoro
 
-Promise = Literal["exact", "exact in the chunk", "truncated", "unbiased"]
+Promise = Literal["exact", "exact in the chunk", "truncated", "unbiased", "unbiased for the noisy network"]
 
 
 class Row(NamedTuple):
@@ -26,8 +27,9 @@ class Row(NamedTuple):
     Attributes:
       name: how it is called.
       make: `make(model, **options) -> GradientEstimator`; takes `cut` if there are any, and `noise` if it is noisy.
-      promise: "exact" (equals BPTT of the whole sequence, however it is chunked), "exact in the chunk", "truncated", or
-        "unbiased" (its mean over the noise equals BPTT of the whole sequence).
+      promise: "exact" (equals BPTT of the whole sequence, however it is chunked), "exact in the chunk", "truncated",
+        "unbiased" (its mean over the noise equals BPTT of the whole sequence), or "unbiased for the noisy network" (the
+        noise is in the network itself; the mean is the gradient of the expected loss; takes `sigma` and `q0`).
       time: per step and stream, for S state units, N preactivations and P recurrent parameters.
       memory: likewise.
       cuts: where it can cut the transition; empty if it does not.
@@ -71,6 +73,10 @@ ROWS = (
     Row(
         "nobacktrack", nobacktrack, "unbiased", "S P", "S P", ("state",),
         "UORO with the noise of each state unit scaled by the norm of its immediate gradient",
+    ),
+    Row(
+        "reinforce", reinforce, "unbiased for the noisy network", "P", "P", ("state",),
+        "noise in the state, its score times the loss; UORO at the state as `sigma` goes to 0",
     ),
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.checks import check_choice, is_traced
+from streamgrad.checks import check_choice, check_decay, is_traced
 
 
 class Terms(NamedTuple):
@@ -142,8 +142,7 @@ def greedy(decay: float = 0.9) -> Rescaling:
       >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.softmax(2))
       >>> est = sg.uoro(model, rescale=sg.estimators.greedy(decay=0.99))
     """
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
-        raise ValueError(f"decay must be a number of at least 0 and below 1, not {decay!r}.")
+    check_decay(decay)
 
     def init(groups: int, dtype: Any) -> tuple[Fraction, Fraction]:
         zero = jnp.zeros(groups, dtype)
@@ -248,7 +247,7 @@ def geometric(gamma: Any = 1.0) -> Rescaling:
 
     def shared(groups: int, dtype: Any) -> Float[Array, " G"]:
         if shape not in ((), (1,), (groups,)):
-            raise ValueError(f"gamma has {shape[0]} entries, but there are {groups} groups.")
+            raise ValueError(f"gamma has {np.size(gamma)} entries, but there are {groups} groups.")
         return jnp.broadcast_to(jnp.asarray(gamma, dtype), (groups,))
 
     def coefficients(gamma: Float[Array, " G"], memory: PyTree, terms: Terms) -> tuple[Scales, Scales, PyTree]:

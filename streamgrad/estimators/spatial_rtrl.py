@@ -60,11 +60,12 @@ def spatial_rtrl(
     ) -> tuple[PyTree, dict[str, Array]]:
         del shared, dl_dstate
         pushed = step.push(noise.right)
-        return jax.tree.map(
-            lambda past, pulled: past + jnp.tensordot(pushed, pulled, axes=0),
-            propagate(step, memory, layout.state_size),
-            step.pull(noise.left),
-        ), {}
+
+        def add(past: Array, pulled: Array) -> Array:
+            # Written out, so that it is added on the fly: as a product of matrices it would be made first.
+            return past + jnp.expand_dims(pushed, tuple(range(1, past.ndim))) * pulled[None]
+
+        return jax.tree.map(add, propagate(step, memory, layout.state_size), step.pull(noise.left)), {}
 
     def check(chunk: Chunk, length: int, key: Any) -> None:
         del chunk, length

@@ -11,15 +11,22 @@ from streamgrad.experiments.base import Claim, Experiment, Section, Table
 MODULES = {
     "variance": "streamgrad.experiments.variance",
     "ablation": "streamgrad.experiments.ablation",
+    "reinforce": "streamgrad.experiments.reinforce",
     "carried": "streamgrad.experiments.carried",
+}
+
+# Run when named, but no part of "all".
+EXTRA = {
+    "tune": "streamgrad.experiments.tune",
 }
 
 
 def find_experiment(name: str) -> Experiment:
     """The experiment of that name."""
-    if name not in MODULES:
-        raise ValueError(f"experiment must be one of {', '.join(MODULES)}, not {name!r}.")
-    return importlib.import_module(MODULES[name]).EXPERIMENT
+    known = MODULES | EXTRA
+    if name not in known:
+        raise ValueError(f"experiment must be one of {', '.join(known)}, not {name!r}.")
+    return importlib.import_module(known[name]).EXPERIMENT
 
 
-__all__ = ["MODULES", "Claim", "Experiment", "Section", "Table", "find_experiment"]
+__all__ = ["EXTRA", "MODULES", "Claim", "Experiment", "Section", "Table", "find_experiment"]

@@ -8,6 +8,7 @@ update after every step, and characters of a text.
 
 import csv
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -182,19 +183,15 @@ def follow(
             grads, state, info = est.update(now.params, now.state, chunk, noise_key)
             loss = jnp.mean(info.loss)
             if exact is not None and exact_every is not None:
-                average = jax.lax.cond(
-                    now.update % exact_every == 0,
-                    lambda average: exact.look(now.params, average, chunk),
-                    lambda average: average,
-                    average,
-                )
+                look = functools.partial(exact.look, now.params, chunk=chunk)
+                average = jax.lax.cond(now.update % exact_every == 0, look, lambda average: average, average)
         shared = now.shared
         if learners:
             seen = watch(model, now.params, now.state.cell, chunk)
             shared = {name: look(now.params, shared[name], seen, chunk) for name, (_, look) in learners.items()}
         grads = jax.tree.map(lambda leaf: leaf / task.length, grads)
         changes, optimizer_state = optimizer.update(grads, now.optimizer, now.params)
-        params = optax.apply_updates(now.params, changes)
+        params = jax.tree.map(jnp.add, now.params, changes)
         return Followed(params, optimizer_state, at, state, shared, average, now.update + 1), loss
 
     def go(data: PyTree, now: Followed, key: Array, updates: int) -> tuple[Followed, Array]:
@@ -239,7 +236,10 @@ def trajectory(
         choices: dict[str, tuple] = {"gir": (jnp.eye(size), None), "hindsight": look_back(now.params, chunk)}
         if solve is not None and now.exact is not None:
             choices["exact"] = solve.choose(now.params, now.exact, chunk)
-        choices |= {name: chosen(state, fresh) for name, state in shared.items()}
+        # One that is not ready yet would use the identity and GIR.
+        choices |= {
+            name: chosen(state, fresh) if bool(state.ready) else choices["gir"] for name, state in shared.items()
+        }
         for name, (q0, alpha) in choices.items():
             found = measured(now.params, chunk, q0, alpha, key)
             yield {
@@ -314,7 +314,8 @@ def run(config: Config, folder: Path, progress: Progress, resume: bool = False, 
     for name, updates in zip(("queue", "text"), config.stream_updates, strict=True):
         pair = stream_tasks(name, config, data) if updates else None
         if pair is not None:
-            write(folder / f"variance_{name}.csv", resume, lambda: streams(*pair, config, updates, progress))  # noqa: B023
+            rows = functools.partial(streams, *pair, config, updates, progress)
+            write(folder / f"variance_{name}.csv", resume, rows)
 
 
 def streams(task: Task, fresh: Task, config: Config, updates: int, progress: Progress) -> Iterator[dict[str, Any]]:

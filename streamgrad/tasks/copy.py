@@ -74,9 +74,9 @@ def copy(
     check_size(first=first, longest=longest, batch_size=batch_size, length=length)
     if first > longest:
         raise ValueError(f"first must not be more than longest, {longest}, but it is {first}.")
-    if not 0 <= decay < 1:
+    if not isinstance(decay, float | int) or not 0 <= decay < 1:
         raise ValueError(f"decay must be a number of at least 0 and below 1, not {decay!r}.")
-    if not threshold > 0:
+    if not isinstance(threshold, float | int) or not threshold > 0:
         raise ValueError(f"threshold must be a positive number, not {threshold!r}.")
     chance = math.log(symbols)
 

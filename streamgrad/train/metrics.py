@@ -102,7 +102,7 @@ def read(path: Path | str) -> dict[str, np.ndarray]:
 
 
 def _spread(rows: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """Columns of one number per row, loss and gradient norm leading, then as the summary has them."""
+    """Columns of one number per row: loss and gradient norm, then the summary's by name, as jax sorts dictionaries."""
     first = ["loss", "gradient_norm"]
     for name in first + [name for name in rows if name not in (*first, "update", "stopped")]:
         values = np.asarray(rows[name])

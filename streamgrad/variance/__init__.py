@@ -30,6 +30,7 @@ from streamgrad.variance.optimal_q import (
     optimal_q0,
     predicted_gain,
 )
+from streamgrad.variance.state_noise import score_variance, state_q0
 
 __all__ = [
     "BEstimate",
@@ -66,6 +67,8 @@ __all__ = [
     "preuoro_covariance",
     "preuoro_total_variance",
     "preuoro_v",
+    "score_variance",
+    "state_q0",
     "total_variance",
     "v",
 ]

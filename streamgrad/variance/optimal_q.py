@@ -57,8 +57,7 @@ def optimal_q0(b: Any, damping: float = 0.005, groups: Any = None) -> Float[Arra
       [[0.5, 0.0], [0.0, 1.0]]
     """
     size = _check_square("B", b)
-    if not isinstance(damping, int | float) or not 0 <= damping < np.inf:
-        raise ValueError(f"damping must be a finite number of at least 0, not {damping!r}.")
+    check_damping(damping)
     index = np.zeros(size, int) if groups is None else np.asarray(groups)
     if index.shape != (size,):
         raise ValueError(f"groups must say to which group each of the {size} entries belongs, not {index.shape}.")
@@ -130,6 +129,12 @@ def minimise_trace_product(x: Any, y: Any) -> TraceProduct:
     m_values, m_vectors = _floored_eigh(middle)
     a = inverse_root @ ((m_vectors * jnp.sqrt(m_values)[None, :]) @ m_vectors.T) @ inverse_root
     return TraceProduct((a + a.T) / 2, jnp.sum(jnp.sqrt(m_values)) ** 2)
+
+
+def check_damping(damping: Any) -> None:
+    """`damping` is a finite number, not negative."""
+    if not isinstance(damping, int | float) or not 0 <= damping < np.inf:
+        raise ValueError(f"damping must be a finite number of at least 0, not {damping!r}.")
 
 
 def _floored_eigh(x: Float[Array, "N N"]) -> tuple[Float[Array, " N"], Float[Array, "N N"]]:

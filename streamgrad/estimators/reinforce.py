@@ -1,0 +1,319 @@
+"""REINFORCE on the hidden state: noise in the network itself, its score accumulated, times the loss."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from streamgrad import cuts
+from streamgrad._typing import Array, Bool, Float, Int, PyTree
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
+from streamgrad.checks import check_choice, check_decay, check_size, check_state, find_cut, is_traced, leading_length
+from streamgrad.estimators.noise import Noise, find_noise
+from streamgrad.estimators.shaping import Shaping, check_q0, shape_noise, shaping
+from streamgrad.online import estimator, restart, transition
+
+BASELINES = ("none", "average", "noise_free")
+
+
+class Average(NamedTuple):
+    """The baseline "average": an exponential average of past losses, one for all steps or one for each position.
+
+    Attributes:
+      total: the weighted sum of the losses, `[]` or `[positions]`.
+      weight: the sum of the weights, likewise.
+      score: of one for all steps, Σ_s b_s ∇ log p(h̄_s | h̄_{s-1}), like the cell's parameters; else None.
+      position: of one for each position, that of the next step in its episode; else None.
+    """
+
+    total: Float[Array, "*positions"]
+    weight: Float[Array, "*positions"]
+    score: PyTree
+    position: Int[Array, ""] | None
+
+
+class ReinforceMemory(NamedTuple):
+    """What a stream remembers.
+
+    Attributes:
+      score: w̄_t = ∇_θ log p(h̄_1, …, h̄_t), like the cell's parameters.
+      twin: the state of the same network without noise; None unless the baseline is "noise_free".
+      average: None unless the baseline is "average".
+    """
+
+    score: PyTree
+    twin: PyTree
+    average: Average | None
+
+
+class ReinforceShared(NamedTuple):
+    """What all streams have in common; may be replaced between updates without a new trace.
+
+    Attributes:
+      shaping: Q_0 and its inverse, or None.
+      sigma: σ; under a schedule, that of the last update.
+      updates: how many updates were made, where σ follows a schedule; None where it does not.
+    """
+
+    shaping: Shaping | None
+    sigma: Float[Array, ""]
+    updates: Int[Array, ""] | None
+
+
+def reinforce(
+    model: Model,
+    sigma: float | Array | Callable[[Any], Any] = 0.01,
+    baseline: str = "noise_free",
+    q0: Any = None,
+    noise: str | Noise = "gaussian",
+    decay: float = 0.99,
+    positions: int | None = None,
+    cut: str = "state",
+) -> GradientEstimator:
+    """REINFORCE as approximate RTRL: the state is perturbed, and what lowers the loss is reinforced (Section 9).
+
+        h̄_t = F(h̄_{t-1}, x_t; θ) + σ Q_0 u_t
+        w̄_t = w̄_{t-1} + (dF/dθ at h̄_{t-1})^T Q_0^{-T} u_t / σ
+        dL_t/dθ ≈ (L_t(h̄_t) - b_t) w̄_t
+
+    Unbiased for the *noisy* network: the mean is the gradient of the expected loss, which differs from that of the
+    network without noise by O(σ²). Also `info.loss` is that of the noisy network. As σ goes to zero the estimate under
+    "noise_free" becomes `uoro(cut="state", rescale="none")` under the same noise; without a baseline a term of zero
+    mean and a variance of order 1/σ² is added (`streamgrad.variance.score_variance`).
+
+    | baseline b_t | what is subtracted | costs |
+    |---|---|---|
+    | "none" | nothing | nothing |
+    | "average" | an exponential average of past losses, see below | as much memory again as w̄, or `positions` |
+    | "noise_free" | the loss of a twin without noise at the same step | a second forward pass |
+
+    To subtract an average of past losses of the *same* episode from L_t would be biased: they depend on noise that is
+    part of w̄_t. There are two ways out, and a stream's average goes on through resets in both. With `positions`, the
+    average at a position of the episode is over earlier episodes alone. Without, for streams that have no end, there is
+    one average for all steps, and what each step added to w̄_t is given the one of the losses before *that* step,
+    Σ_{s<=t} (L_t - b_s) ∇ log p(h̄_s | h̄_{s-1}): b_s knows nothing of u_s.
+
+    Args:
+      model: the model whose gradients are estimated.
+      sigma: σ > 0, or a schedule in the manner of optax, `sigma(updates made) -> σ`, positive throughout.
+        `streamgrad.estimators.with_sigma` changes a σ that follows none.
+      baseline: "noise_free", "average" or "none".
+      q0: Q_0, an invertible matrix `[S, S]` or diagonal `[S]` over the ravelled state; None is the identity. The noise
+        has the covariance σ² Q_0 Q_0^T.
+      noise: "gaussian", "sign_gaussian", or "given" (the caller passes u in place of the key). The score is that of
+        Gaussian noise, so that there are no signs.
+      decay: of the baseline "average": the loss k steps, or with `positions` k episodes, back counts decay^k.
+      positions: of the baseline "average": None, or the length of the longest episode, whose positions each have an
+        average of their own. Steps beyond have none.
+      cut: always "state": the whole of it, for an LSTM h and c.
+
+    Returns:
+      The estimator. Its diagnostics are `baseline`, `[T]`: under "noise_free", the loss of the network without noise.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, streamgrad as sg
+      >>> model = sg.Model(sg.cells.lstm(2, 4), sg.heads.softmax(3))
+      >>> params = model.init(jax.random.key(0))
+      >>> est = sg.reinforce(model, sigma=optax.exponential_decay(0.1, 1000, 0.5))
+      >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
+      >>> grads, state, info = est.update(params, est.init(params), chunk, jax.random.key(1))
+      >>> info.diagnostics["baseline"].shape, int(state.shared.updates)
+      ((5,), 1)
+
+    References:
+      Williams, Simple statistical gradient-following algorithms for connectionist reinforcement learning, 1992.
+      Cooijmans and Martens, On the variance of unbiased online recurrent optimization, 2019.
+    """
+    check_choice("reinforce's cut", cut, ("state",))
+    check_choice("baseline", baseline, BASELINES)
+    check_decay(decay)
+    if positions is not None:
+        check_size(positions=positions)
+    source = find_noise(noise)
+    if source.kurtosis != 0:
+        raise ValueError(f"reinforce accumulates the score of Gaussian noise, and cannot do so for {source.name!r}.")
+    schedule = sigma if callable(sigma) else None
+    check_sigma("sigma" if schedule is None else "sigma(0)", sigma if schedule is None else schedule(0))
+    size = cuts.layout(model.cell, find_cut(model, cut)).size
+    check_q0(q0, size)
+
+    def init(params: Params) -> EstimatorState:
+        dtype = real_dtype(params.cell)
+        state = model.init_state(params)
+        first = sigma if schedule is None else schedule(0)
+        check_sigma("sigma", first, dtype)
+        updates = None if schedule is None else jnp.zeros((), jnp.int32)
+        zero = jax.tree.map(jnp.zeros_like, params.cell)
+        average = None
+        if baseline == "average" and positions is None:
+            average = Average(jnp.zeros((), dtype), jnp.zeros((), dtype), zero, None)
+        elif baseline == "average":
+            nothing = jnp.zeros(positions, dtype)
+            average = Average(nothing, nothing, None, jnp.zeros((), jnp.int32))
+        memory = ReinforceMemory(zero, state if baseline == "noise_free" else None, average)
+        return EstimatorState(state, memory, ReinforceShared(shaping(q0, dtype), jnp.asarray(first, dtype), updates))
+
+    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
+        memory, shared = state.memory, state.shared
+        length = leading_length(chunk, "time")
+        if schedule is not None:
+            now = jnp.asarray(schedule(shared.updates), shared.sigma.dtype)
+            shared = shared._replace(sigma=now, updates=shared.updates + 1)
+        noise = shape_noise(shared.shaping, source.draw(key, (length, size), real_dtype(params.cell)))
+        kicks, left = shared.sigma * noise.right, noise.left / shared.sigma
+
+        end, before, after = _walk(model, params, (state.cell, memory.twin), chunk, kicks)
+        loss, head_grads, _ = model.read_out_chunk(params.head, after[0], chunk.targets)
+        average, subtracted = memory.average, jnp.zeros_like(loss)
+        if baseline == "noise_free":
+            subtracted, _, _ = model.read_out_chunk(params.head, after[1], chunk.targets)
+        elif average is not None:
+            average, subtracted = _average(average, loss, chunk.reset, decay)
+        by_step = baseline == "average" and positions is None  # each step's score has its own b
+
+        # Σ_t k_t w̄_t = Σ_s (Σ_{t>=s} k_t) ∇ log p(h̄_s | h̄_{s-1}), sums within episodes: each step's score is needed
+        # once, with a weight, and one reverse pass over all steps at once adds them up. `alive` are the steps that the
+        # score at the end still counts.
+        last = jnp.zeros(length, loss.dtype).at[-1].set(1)
+        columns = jnp.stack([loss if by_step else loss - subtracted, last, jnp.ones_like(loss)], axis=1)
+        (credit, alive, count), (old_credit, old_alive, old_count) = _sum_ahead(columns, chunk.reset)
+        weights = [credit - count * subtracted, alive, alive * subtracted] if by_step else [credit, alive]
+        pulled = _scores(model, params, before, chunk.inputs, jnp.stack(weights)[:, :, None] * left[None])
+
+        def add(k: int, weight: Array, old: PyTree) -> PyTree:
+            """The k-th of what was pulled, and a score of before the chunk with its weight."""
+            return jax.tree.map(lambda new, before: new[k] + weight * before, pulled, old)
+
+        score, cell_grads = add(1, old_alive, memory.score), add(0, old_credit, memory.score)
+        if average is not None and by_step:
+            cell_grads = jax.tree.map(lambda a, b: a - old_count * b, cell_grads, memory.average.score)
+            average = average._replace(score=add(2, old_alive, memory.average.score))
+        new = EstimatorState(end[0], ReinforceMemory(score, end[1], average), shared)
+        return Params(cell_grads, head_grads), new, Info(loss, {"baseline": subtracted})
+
+    def check(chunk: Chunk, length: int, key: Any) -> None:
+        del chunk, length
+        source.check(key)
+
+    return estimator(model, init, parts, check=check)
+
+
+def with_sigma(state: EstimatorState, sigma: Any) -> EstimatorState:
+    """The state of `reinforce` with another σ, for the next updates; no new trace.
+
+    Args:
+      state: of an estimator without a schedule; also of a batched one, whose streams share σ.
+      sigma: σ > 0.
+
+    Returns:
+      The state. Its score stays right: what each step added to it was divided by the σ of its time.
+
+    Example:
+      >>> import jax, streamgrad as sg
+      >>> model = sg.Model(sg.cells.gru(2, 4), sg.heads.softmax(3))
+      >>> state = sg.reinforce(model, sigma=0.1).init(model.init(jax.random.key(0)))
+      >>> round(float(sg.estimators.with_sigma(state, 0.05).shared.sigma), 3)
+      0.05
+    """
+    check_state(state)
+    if not isinstance(state.shared, ReinforceShared):
+        raise ValueError("with_sigma needs a state of reinforce.")
+    if state.shared.updates is not None:
+        raise ValueError("this sigma follows a schedule, which would set it anew.")
+    dtype = state.shared.sigma.dtype
+    check_sigma("sigma", sigma, dtype)
+    return state._replace(shared=state.shared._replace(sigma=jnp.asarray(sigma, dtype)))
+
+
+def check_sigma(name: str, sigma: Any, dtype: Any = None) -> None:
+    """σ is one positive, finite number, also in `dtype`, as far as that is known."""
+    if is_traced(sigma):
+        good = sigma.shape == ()
+    else:
+        value = np.asarray(sigma)
+        good = value.shape == () and value.dtype.kind in "fiu" and bool(np.isfinite(value))
+        good = good and bool(value.astype(value.dtype if dtype is None else dtype) > 0)
+    if not good:
+        raise ValueError(f"{name} must be one positive, finite number, not {sigma!r}.")
+
+
+def _walk(
+    model: Model, params: Params, states: tuple[PyTree, PyTree], chunk: Chunk, kicks: Float[Array, "T S"]
+) -> tuple[tuple[PyTree, PyTree], PyTree, tuple[PyTree, PyTree]]:
+    """Run the noisy network, and its twin where there is one.
+
+    Returns:
+      Both states at the end; h̄_{t-1}, anew where an episode begins; and both states after every step.
+    """
+    fresh = model.init_state(params)
+    unravel = ravel_pytree(fresh)[1]
+
+    def step(states: tuple[PyTree, PyTree], now: tuple) -> tuple[tuple[PyTree, PyTree], tuple]:
+        x, reset, kick = now
+        noisy, twin = states
+        noisy = restart(reset, fresh, noisy)
+        after = jax.tree.map(jnp.add, transition(model, params, noisy, x), unravel(kick))
+        if twin is not None:
+            twin = transition(model, params, restart(reset, fresh, twin), x)
+        return (after, twin), (noisy, (after, twin))
+
+    end, (before, after) = jax.lax.scan(step, states, (chunk.inputs, chunk.reset, kicks))
+    return end, before, after
+
+
+def _average(
+    average: Average, losses: Float[Array, " T"], reset: Bool[Array, " T"] | None, decay: float
+) -> tuple[Average, Float[Array, " T"]]:
+    """The average after the chunk, and what it was before each step: 0 where there was none."""
+
+    def step(average: Average, now: tuple) -> tuple[Average, Array]:
+        loss, reset = now
+        total, weight, score, position = average
+        if position is None:
+            at, here = total, weight
+        else:
+            position = restart(reset, jnp.zeros_like(position), position)
+            at, here = (x.at[position].get(mode="fill", fill_value=0) for x in (total, weight))
+        b = jnp.where(here > 0, at / jnp.where(here > 0, here, 1), 0)
+        at, here = decay * at + (1 - decay) * loss, decay * here + (1 - decay)
+        if position is None:
+            return Average(at, here, score, None), b
+        total, weight = total.at[position].set(at, mode="drop"), weight.at[position].set(here, mode="drop")
+        return Average(total, weight, score, position + 1), b
+
+    after, before = jax.lax.scan(step, average._replace(score=None), (losses, reset))
+    return after._replace(score=average.score), before
+
+
+def _sum_ahead(
+    columns: Float[Array, "T K"], reset: Bool[Array, " T"] | None
+) -> tuple[Float[Array, "K T"], Float[Array, " K"]]:
+    """Sums over each step and the later ones of its episode.
+
+    Returns:
+      The sums; and what an episode that began before the chunk receives from it, 0 where a reset comes first.
+    """
+
+    def step(later: Array, now: tuple) -> tuple[Array, Array]:
+        here, reset = now
+        total = here + later
+        return total if reset is None else jnp.where(reset, 0, total), total
+
+    before, sums = jax.lax.scan(step, jnp.zeros_like(columns[0]), (columns, reset), reverse=True)
+    return sums.T, before
+
+
+def _scores(model: Model, params: Params, before: PyTree, inputs: PyTree, cotangents: Float[Array, "K T S"]) -> PyTree:
+    """Σ_t v_t^T dF/dθ at (h̄_{t-1}, x_t), for K lots of v; stacked along a leading axis."""
+
+    def all_steps(cell_params: PyTree) -> Float[Array, "T S"]:
+        def one(state: PyTree, x: PyTree) -> Array:
+            return ravel_pytree(transition(model, params._replace(cell=cell_params), state, x))[0]
+
+        return jax.vmap(one)(before, inputs)
+
+    values, pull = jax.vjp(all_steps, params.cell)
+    return jax.vmap(lambda v: pull(v)[0])(cotangents.astype(values.dtype))

@@ -1,0 +1,75 @@
+"""`python -m streamgrad.experiments NAME --out FOLDER`: run one experiment with jax, numpy and optax alone.
+
+For machines that have no more, such as a borrowed GPU; `streamgrad reproduce` has progress bars and the report.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from streamgrad.experiments.base import Progress
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an experiment; returns the exit code."""
+    # LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from streamgrad.experiments import EXTRA, MODULES, find_experiment
+
+    parser = argparse.ArgumentParser(prog="python -m streamgrad.experiments", description=__doc__)
+    parser.add_argument("name", choices=[*MODULES, *EXTRA])
+    parser.add_argument("--preset", default="laptop", help="smoke, laptop (the default) or paper")
+    parser.add_argument("--data", type=Path, help="folder of the MNIST files; STREAMGRAD_DATA by default")
+    parser.add_argument("--out", type=Path, required=True, help="folder; the experiment writes into OUT/NAME")
+    parser.add_argument("--resume", action="store_true", help="go on with a run that was broken off")
+    parser.add_argument("--no-checkpoints", action="store_true", help="write none: needs no orbax, cannot resume")
+    parser.add_argument("--updates", type=int, help="instead of the preset's")
+    parser.add_argument("--settings", nargs="+", help="only these, by the names of their folders")
+    options = parser.parse_args(argv)
+    experiment = find_experiment(options.name)
+    try:
+        if options.preset not in experiment.presets:
+            raise ValueError(f"preset must be one of {', '.join(experiment.presets)}, not {options.preset!r}.")
+        config = experiment.presets[options.preset]
+        if options.no_checkpoints:
+            config = dataclasses.replace(config, checkpoints=False)
+        if options.updates is not None:
+            config = dataclasses.replace(config, updates=options.updates)
+        if options.settings is not None:
+            config = dataclasses.replace(config, settings=_chosen(config.settings, options.settings))
+        experiment.run(config, options.out / options.name, _lines(), options.resume, options.data)
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _chosen(settings: Sequence, names: Sequence[str]) -> tuple:
+    known = {getattr(setting, "name", setting): setting for setting in settings}
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise ValueError(f"settings must be among {', '.join(known)}, not {', '.join(wrong)}.")
+    return tuple(known[name] for name in names)
+
+
+def _lines(every_seconds: float = 10.0) -> "Progress":
+    begun, last = time.monotonic(), {}
+
+    def show(setting: str, done: int, of: int, words: str) -> None:
+        now = time.monotonic() - begun
+        if done < of and now - last.get(setting, -every_seconds) < every_seconds:
+            return
+        last[setting] = now
+        print(f"{now:7.1f} s  {setting}: {done} of {of}, {words}", flush=True)
+
+    return show
+
+
+if __name__ == "__main__":
+    sys.exit(main())

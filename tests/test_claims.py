@@ -1,0 +1,31 @@
+"""The paper's claims, asserted over the recorded runs of the `paper` preset (experiments/results/paper)."""
+
+from pathlib import Path
+
+import pytest
+
+from streamgrad.experiments import ablation, variance, variance_report
+
+RESULTS = Path(__file__).parent.parent / "experiments" / "results" / "paper"
+
+
+def recorded(name):
+    folder = RESULTS / name
+    if not folder.is_dir():
+        pytest.skip(f"no recorded {name} run of the paper preset")
+    return folder
+
+
+def test_variance():
+    folder = recorded("variance")
+    found = variance_report.read_finished(folder)
+    config = variance.PRESETS["paper"]
+    assert {record["loss"].shape[0] for record in found.values()} == {config.trials}
+    claims = [*variance_report.variance_claims(found), *variance_report.training_claims(found)]
+    assert len(claims) == 4
+    assert [claim.detail for claim in claims if not claim.holds] == []
+
+
+def test_ablation():
+    claims = ablation.all_claims(recorded("ablation"))
+    assert [claim.detail for claim in claims[:2] if not claim.holds] == []

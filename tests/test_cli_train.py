@@ -1,0 +1,160 @@
+"""The command line: it answers at once, names what is wrong, and trains; and a killed run can be resumed, for real."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jaxtyping
+import numpy as np
+import pytest
+
+from streamgrad.cli.main import COMMANDS, main
+from streamgrad.train import read_metrics
+
+ROOT = Path(__file__).parent.parent
+TRAIN = ["--task", "queue", "--task-options", "delay=1", "--batch-size", "2", "--length", "2", "--cell", "vanilla"]
+TRAIN += ["--hidden", "2", "--updates", "160", "--every", "2", "--checkpoint-every", "2", "--seeds", "2"]
+
+
+@pytest.fixture(autouse=True)
+def as_a_user():
+    """Without the run-time check of annotations, which users do not have and which would answer first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_help_loads_nothing_heavy():
+    """In a fresh interpreter; modules are counted, since seconds depend on the machine."""
+    code = (
+        "import sys; from streamgrad.cli.main import main\n"
+        "assert main(['--help']) == 0 and main([]) == 0 and main(['--version']) == 0\n"
+        "assert not {'tyro', 'numpy', 'rich'} & set(sys.modules), 'for the list of commands'\n"
+        "assert main(['train', '--help']) == 0\n"
+        "heavy = {'jax', 'numpy', 'optax', 'orbax', 'sklearn', 'matplotlib', 'jinja2', 'rich'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "import streamgrad.online, streamgrad as sg\n"
+        "assert all(getattr(sg, name) is not None for name in dir(sg)) and sg.online.__name__ == 'online'\n"
+        "assert callable(sg.online) and set(sg.__all__) < set(dir(sg)) and not hasattr(sg, 'nonsense')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in COMMANDS) and "--estimator" in done.stdout
+
+
+WRONG = {
+    "command": (["trian"], 2, "there is no command 'trian'; choose from train, "),
+    "choice": (["train", "X", "--cell", "lsmt"], 2, "invalid choice 'lsmt' for argument '--cell'.*'lstm', 'gru'"),
+    "task": (["train", "X", "--task", "qeue"], 2, "invalid choice 'qeue'.*'digits', 'mnist', 'queue'"),
+    "option": (["train", "X", "--hiden", "5"], 2, "Unrecognized options: --hiden.*--hidden INT"),
+    "number": (["train", "X", "--hidden", "many"], 2, "Error parsing --hidden: invalid literal for int"),
+    "no folder": (["train"], 2, "Missing from streamgrad train"),
+    "estimator": (["train", "X", "--estimator", "uro"], 2, "--estimator must be one of bptt, tbptt, .*not 'uro'"),
+    "pair": (["train", "X", "--task-options", "delay"], 2, "--task-options takes pairs NAME=VALUE, not 'delay'"),
+    "name": (["train", "X", "--estimator-options", "group=2"], 2, "has no 'group'; choose from cut, noise,"),
+    "value": (["train", "X", "--estimator-options", "noise=pink"], 2, "noise must be one of 'gaussian'"),
+    "size": (["train", "X", "--hidden", "0"], 2, "n_hidden must be a whole number of at least 1, not 0"),
+    "rate": (["train", "X", "--learning-rate", "nan"], 2, "learning_rate must be a number above 0"),
+    "plan": (["train", "X", "--every", "3"], 2, "updates must be a multiple of every, 3"),
+    "text": (["train", "X", "--task", "text"], 2, "needs a file: --task-options path=FILE"),
+    "file": (["train", "X", "--task", "text", "--task-options", "path=/none"], 1, "/none cannot be read"),
+    "mnist": (
+        ["train", "X", "--task", "mnist", "--data", "/none"],
+        1,
+        "/none has no file train-images.*streamgrad data",
+    ),
+    "data": (["data", "imagenet"], 2, "invalid choice 'imagenet'.*'mnist', 'check'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_values_are_answered_by_name(case, capsys, tmp_path, monkeypatch):
+    argv, code, words = WRONG[case]
+    monkeypatch.setenv("COLUMNS", "400")
+    folder = tmp_path / "run"
+    assert main([str(folder) if word == "X" else word for word in argv]) == code
+    found, error = capsys.readouterr()
+    words = words.split(".*")
+    flat = " ".join(error.replace("│", " ").split())
+    assert not found and all(word in flat for word in words), error
+    assert not folder.exists()
+
+
+def test_estimators(capsys):
+    from streamgrad.estimators import REGISTRY
+
+    assert main(["estimators", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == list(REGISTRY) and rows[0]["promise"] == "exact in the chunk"
+    assert main(["estimators"]) == 0
+    assert "UORO without the spatial projection" in capsys.readouterr().out
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen:
+    # As in this process, for the same bits and so that it is compiled once.
+    cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+    environment = os.environ | cache | {"JAX_ENABLE_X64": "1"}
+    command = [sys.executable, "-m", "streamgrad.cli", "train", str(folder), *TRAIN, *more]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_checkpoint(process: subprocess.Popen, folder: Path, least: int) -> None:
+    give_up = time.monotonic() + 120
+    while not any(path.name.isdigit() and int(path.name) >= least for path in folder.glob("checkpoint/*")):
+        assert process.poll() is None and time.monotonic() < give_up, process.communicate()
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_kill_9_lose_at_most_one_interval_and_change_nothing(tmp_path, capsys):
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    process = start(broken)
+    wait_for_checkpoint(process, broken, 4)
+    process.send_signal(signal.SIGINT)
+    assert "with --resume" in process.communicate(timeout=60)[1] and process.returncode == 130
+    at_ctrl_c = saved_and_shown(broken)
+
+    process = start(broken, "--resume")
+    wait_for_checkpoint(process, broken, at_ctrl_c + 10)
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert at_ctrl_c < saved_and_shown(broken) < 160
+
+    assert main(["train", str(broken), *TRAIN, "--resume", "--json"]) == 0
+    ended = json.loads(capsys.readouterr().out)
+    assert main(["train", str(whole), *TRAIN, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == ended | {"folder": str(whole)}
+    for name in ("metrics.csv", "metrics.jsonl", "run.json"):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes()
+    one, other = (load(folder / "checkpoint" / "160") for folder in (broken, whole))
+    assert one.keys() == other.keys() and any("params" in name for name in one)
+    assert all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+def saved_and_shown(folder: Path) -> int:
+    """The update of the last checkpoint; rows are there up to it, and at most one interval more."""
+    saved = max(int(path.name) for path in folder.glob("checkpoint/*") if path.name.isdigit())
+    lines = (folder / "metrics.csv").read_text().splitlines(keepends=True)
+    shown = max(int(line.split(",")[0]) for line in lines[1:] if line.endswith("\n"))
+    assert saved <= shown <= saved + 2
+    return saved
+
+
+def load(folder: Path) -> dict[str, np.ndarray]:
+    import orbax.checkpoint as orbax
+
+    return orbax.PyTreeCheckpointer().restore(folder)
+
+
+def test_a_run_that_diverges_says_so(tmp_path, capsys):
+    more = ["--optimizer", "sgd", "--learning-rate", "1e308", "--momentum", "0", "--seed", "5", "--no-checkpoints"]
+    assert main(["train", str(tmp_path), *TRAIN, *more]) == 1
+    assert "every seed has stopped: seed 5 stopped at update" in capsys.readouterr().err
+    assert np.isfinite(read_metrics(tmp_path)["loss"]).all()

@@ -1,0 +1,280 @@
+"""Training: it is plain gradient descent, a resumed run is the unbroken one, and a seed that diverges stops alone."""
+
+import functools
+import json
+import logging
+import resource
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import streamgrad as sg
+from streamgrad.tasks import Task, find_task
+from streamgrad.train import Diverged, Plan, begin, metrics, read_metrics, train
+from streamgrad.train.checkpoint import Checkpoints
+from tests.test_readme import ROOT, code_blocks
+
+PLAN = Plan(updates=12, every=2, updates_per_call=4, seeds=2, seed=3)
+
+
+class Count(NamedTuple):
+    made: jax.Array
+    end: jax.Array
+
+
+def counting(end: dict[int, int] | None = None, seeds: int = 3) -> Task:
+    """Noise as inputs; those of seed s are infinite at its update number end[s], counted from 0."""
+    end = end or {}
+    task_keys = [jax.random.key_data(jax.random.split(jax.random.key(seed), 3)[1]) for seed in range(seeds)]
+    table = jnp.stack(task_keys), jnp.array([end.get(seed, -1) for seed in range(seeds)])
+
+    def init(key):
+        mine = jnp.all(table[0] == jax.random.key_data(key)[None], axis=1)
+        return Count(jnp.zeros((), jnp.int32), jnp.max(jnp.where(mine, table[1], -1)))
+
+    def sample(data, state, key):
+        inputs = jax.random.normal(key, (2, 3, 1)) + jnp.where(state.made == state.end, jnp.inf, 0.0)
+        return sg.Chunk(inputs, jnp.zeros((2, 3, 1))), state._replace(made=state.made + 1)
+
+    def observe(state, chunk, info):
+        return state, {"made": state.made}
+
+    return Task("counting", 1, sg.heads.squared_error(1), 2, 3, False, (), init, sample, observe)
+
+
+def parts(task: Task, hidden: int = 2, optimizer=None):
+    model = sg.Model(sg.cells.vanilla(task.n_in, hidden), task.head)
+    estimator = sg.batched(sg.uoro(model), task.batch_size)
+    return model, task, estimator, optimizer or optax.adam(0.05)
+
+
+def summarise(chunk, info, grads):
+    return {"gamma": jnp.mean(info.diagnostics["gamma"], axis=(0, 2)), "bias": grads.head["b"][0]}
+
+
+def same(a, b) -> bool:
+    """Bit for bit, in structure, types and dtypes."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs
+    )
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "unbroken"
+    return train(folder, PLAN, *parts(counting()), summarise=summarise, describe={"rate": 0.05})
+
+
+def test_files_of_a_run(unbroken):
+    columns = read_metrics(unbroken.folder)
+    assert list(columns) == ["update", "seed", "loss", "gradient_norm", "bias", "gamma_0", "gamma_1", "gamma_2", "made"]
+    assert columns["update"].tolist() == np.repeat([2, 4, 6, 8, 10, 12], 2).tolist()
+    assert columns["seed"].tolist() == [3, 4] * 6
+    np.testing.assert_array_equal(columns["made"], columns["update"] - 0.5)  # the mean of the row's updates
+    lines = [json.loads(line) for line in (unbroken.folder / metrics.JSONL).read_text().splitlines()]
+    assert {name: [line[name] for line in lines] for name in columns} == {k: v.tolist() for k, v in columns.items()}
+    run = json.loads((unbroken.folder / "run.json").read_text())
+    assert run["describe"] == {"rate": 0.05} and run["plan"]["updates"] == 12
+    assert run["versions"]["jax"] == jax.__version__ and run["device"]["platform"] == "cpu"
+    assert unbroken.stopped == [None, None]
+    assert (unbroken.state.step == 12).all() and len(np.unique(unbroken.state.params.head["b"])) == 2
+
+
+def test_training_is_gradient_descent_on_the_mean_loss(tmp_path):
+    """Against a loop over updates, seeds, streams and steps, with jax.grad."""
+    task = find_task("queue", delay=1, batch_size=2, length=2)
+    model = sg.Model(sg.cells.vanilla(1, 2), task.head)
+    optimizer = optax.sgd(0.5)
+    plan = Plan(updates=3, every=3, updates_per_call=3, seeds=2, checkpoints=False)
+    got = train(tmp_path, plan, model, task, sg.batched(sg.bptt(model), 2), optimizer)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def mean_loss(params, chunk, states):
+        losses, ends = [], []
+        for b, state in enumerate(states):
+            for t in range(2):
+                state = model.cell.step(params.cell, state, chunk.inputs[b, t])
+                losses.append(model.head.loss(params.head, model.cell.output(state), chunk.targets[b, t]))
+            ends.append(state)
+        return sum(losses) / 4, ends
+
+    columns, sample = read_metrics(tmp_path), jax.jit(task.sample)
+    start = jax.jit(lambda key: begin(model, task, sg.batched(sg.bptt(model), 2), optimizer, key))
+    for seed in range(2):
+        ts = start(jax.random.key(seed))
+        params, where, states, losses = ts.params, ts.task, [model.cell.init_state()] * 2, []
+        for update in range(3):
+            key = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(ts.key), update))[0]
+            chunk, where = sample(task.data, where, key)
+            (loss, states), grads = mean_loss(params, chunk, states)
+            params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+            losses.append(loss)
+        mine = jax.tree.map(lambda leaf, seed=seed: leaf[seed], got.state.params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), mine, params)
+        np.testing.assert_allclose(columns["loss"][columns["seed"] == seed], [np.mean(losses)])
+
+
+def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_unbroken_one(unbroken, tmp_path):
+    again = {"summarise": summarise, "describe": {"rate": 0.05}}
+
+    def ctrl_c(done, of, words):
+        assert (of, words.startswith("loss")) == (12, True)
+        if done == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, PLAN, *parts(counting()), progress=ctrl_c, **again)
+    # As after a kill in the middle of the next interval: rows past the checkpoint, and half a row.
+    for name in (metrics.CSV, metrics.JSONL):
+        path, whole = tmp_path / name, (unbroken.folder / name).read_bytes()
+        assert whole.startswith(path.read_bytes()) and len(path.read_bytes()) < len(whole)
+        path.write_bytes(whole[:-20])
+    resumed = train(tmp_path, PLAN, *parts(counting()), resume=True, **again)
+    assert same(resumed.state, unbroken.state)
+    for name in (metrics.CSV, metrics.JSONL, "run.json"):
+        assert (tmp_path / name).read_bytes() == (unbroken.folder / name).read_bytes()
+    assert same(train(tmp_path, PLAN, *parts(counting()), resume=True, **again).state, unbroken.state)  # it has ended
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["12"]
+
+
+def test_a_run_may_be_made_longer(unbroken, tmp_path):
+    short = Plan(updates=4, every=2, updates_per_call=4, seeds=2, seed=3)
+    train(tmp_path, short, *parts(counting()), resume=True, summarise=summarise)
+    longer = train(tmp_path, PLAN, *parts(counting()), resume=True, summarise=summarise)
+    assert same(longer.state, unbroken.state)
+
+
+def test_a_seed_that_is_not_finite_stops_alone(tmp_path, caplog):
+    plan = Plan(updates=6, updates_per_call=3, seeds=3)
+    with caplog.at_level(logging.WARNING, logger="streamgrad"):
+        got = train(tmp_path / "a", plan, *parts(counting({1: 3})))
+    assert got.stopped == [None, 3, None]
+    assert [record.message for record in caplog.records] == [
+        "seed 1 stopped at update 4, where its loss, gradient or parameters were not finite"
+    ]
+    columns = read_metrics(got.folder)
+    assert [np.sum(columns["seed"] == seed) for seed in range(3)] == [6, 3, 6]
+    assert all(np.isfinite(values).all() for values in columns.values())
+    # The one that stopped is where it was before, and the others go on as if nothing had happened.
+    begun = train(tmp_path / "b", Plan(updates=3, updates_per_call=3, seeds=3), *parts(counting()))
+    calm = train(tmp_path / "b", plan, *parts(counting()), resume=True)
+    for seed, other in ((0, calm), (1, begun), (2, calm)):
+        mine, its = jax.tree.map(lambda leaf, seed=seed: leaf[seed], (got.state, other.state))
+        for name in ("params", "estimator", "optimizer"):
+            assert same(getattr(mine, name), getattr(its, name))
+        assert mine.task.made == its.task.made
+
+
+def test_if_all_seeds_stop_the_run_ends_with_an_error(tmp_path):
+    plan, task = Plan(updates=90, updates_per_call=3, seeds=3), counting({0: 1, 1: 4, 2: 3})
+    with pytest.raises(Diverged, match=r"every seed has stopped: seed 0 stopped at update 2, .*; seed 1 .* update 5, "):
+        train(tmp_path / "a", plan, *parts(task))
+    with pytest.raises(Diverged) as again:  # at once, from the checkpoint
+        train(tmp_path / "a", plan, *parts(task), resume=True, progress=lambda *_: pytest.fail("it went on"))
+    assert again.value.outcome.stopped == [1, 4, 3]
+    with pytest.raises(Diverged) as fast:  # gradients are finite, but what they make of the parameters is not
+        train(tmp_path / "b", plan, *parts(counting(), optimizer=optax.sgd(1e308)))
+    for outcome in (again.value.outcome, fast.value.outcome):
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(outcome.state.params))
+
+
+def test_a_resume_that_does_not_fit_is_refused(unbroken):
+    def go(plan=PLAN, hidden=2, describe=None, resume=True):
+        train(unbroken.folder, plan, *parts(counting(), hidden), resume=resume, describe=describe or {"rate": 0.05})
+
+    before = (unbroken.folder / metrics.CSV).read_bytes()
+    with pytest.raises(ValueError, match="has a run already"):
+        go(resume=False)
+    with pytest.raises(
+        ValueError, match=r"another configuration: rate was 0\.05 and is now 0\.1; cell was None and is"
+    ):
+        go(describe={"rate": 0.1, "cell": "lstm"})
+    with pytest.raises(ValueError, match="updates was 12 and is now 8"):
+        go(plan=Plan(updates=8, every=2, updates_per_call=4, seeds=2, seed=3))
+    with pytest.raises(
+        ValueError, match=r"another run: its state\.params\.cell\['w'\] is .*\[2, 2, 4\], not .*\[2, 5, 7\]"
+    ):
+        go(hidden=5)
+    with pytest.raises(ValueError, match="without checkpoints"):
+        go(plan=Plan(updates=12, every=2, updates_per_call=4, seeds=2, seed=3, checkpoints=False))
+    assert (unbroken.folder / metrics.CSV).read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_is_known_of_before_training(tmp_path):
+    def go(folder):
+        never = parts(counting()._replace(sample=lambda *_: pytest.fail("it trained")))
+        train(folder, PLAN, *never)
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"cannot write about 0.1 MB into the folder .*file/run: Not a directory"):
+        go(tmp_path / "file" / "run")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))  # as if the disk were full
+    try:
+        with pytest.raises(OSError, match=r"cannot write about 0.1 MB into the folder .*run: File too large"):
+            go(tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_wrong_plans_and_summaries(tmp_path):
+    with pytest.raises(ValueError, match="updates must be a whole number of at least 1, not 0"):
+        Plan(updates=0)
+    with pytest.raises(ValueError, match="updates_per_call must be a multiple of every, 3, not 500"):
+        Plan(updates=6, every=3)
+    with pytest.raises(ValueError, match="must not use the names loss"):
+        train(tmp_path, PLAN, *parts(counting()), summarise=lambda chunk, info, grads: {"loss": info.loss[0, 0]})
+
+
+def test_checkpoints_keep_types_bits_and_the_newest(tmp_path):
+    state = Count(
+        ({"a": np.float32([np.nan, -0.0]), "b": np.zeros((0, 2))}, [np.uint32([1, 2])]),
+        (np.array(True), None, np.int8(3)),
+    )
+    checkpoints = Checkpoints(tmp_path / "x")
+    assert checkpoints.latest() is None
+    for step in (5, 20):
+        checkpoints.save(step, jax.tree.map(lambda leaf, step=step: leaf * (step == 20), state))
+    (tmp_path / "x" / "30.orbax-checkpoint-tmp").mkdir()  # a kill left it
+    assert checkpoints.latest() == 20 and not (tmp_path / "x" / "5").exists()
+    template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    assert same(checkpoints.restore(20, template), state)
+    with pytest.raises(ValueError, match=r"of another run: only the checkpoint has state\.end"):
+        checkpoints.restore(20, template._replace(end=()))
+    for file in (tmp_path / "x" / "20").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"checkpoint .*20 cannot be read"):
+        checkpoints.restore(20, template)
+
+
+def test_numbers_that_are_not_finite_in_json(tmp_path):
+    rows = {"update": np.array([[1]]), "stopped": np.array([[-1]]), "loss": np.float32([[0.1]])}
+    with metrics.Writer(tmp_path, [7]) as writer:
+        writer.write(rows | {"gradient_norm": np.float32([[np.inf]]), "x": np.array([[[[np.nan, -np.inf]]]])})
+    assert json.loads((tmp_path / metrics.JSONL).read_text()) == {
+        "update": 1, "seed": 7, "loss": 0.1, "gradient_norm": None, "x_0_0": None, "x_0_1": None
+    }  # fmt: skip
+    assert (tmp_path / metrics.CSV).read_text().splitlines()[1] == "1,7,0.1,inf,nan,-inf"
+
+
+def test_example_of_the_docs_runs(tmp_path, monkeypatch):
+    """The first as printed, and the task of the second gives what it says."""
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {}
+    first, second = code_blocks(ROOT / "docs" / "training.md")
+    exec(first, scope)
+    assert scope["columns"]["update"].tolist() == np.repeat(np.arange(20, 201, 20), 3).tolist()
+    exec(second, scope)
+    task = scope["sine"]()
+    chunk, state = task.sample(task.data, task.init(jax.random.key(0)), jax.random.key(0))
+    after = task.sample(task.data, state, jax.random.key(0))[0]
+    np.testing.assert_allclose(chunk.targets[:, -1], after.inputs[:, 0])
+    np.testing.assert_allclose(chunk.targets[:, :-1], chunk.inputs[:, 1:])
