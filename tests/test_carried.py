@@ -9,7 +9,7 @@ import pytest
 
 import streamgrad as sg
 from streamgrad.estimators import carried
-from streamgrad.estimators.carrying import Averages
+from streamgrad.estimators.averages import Averages
 from streamgrad.estimators.shaping import Shaping
 from tests.tools import all_signs, bptt, error, make_chunk, make_model, make_params, random_alpha, random_q0, split
 
@@ -81,6 +81,8 @@ def test_q_does_not_depend_on_the_noise_of_its_window(name):
     update, state = est.update, est.init(params)
     reset = (0,) if name in ("episode", "gir") else None
     chunk = streams(make_chunk(model, LENGTH, reset=reset))
+    buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+    assert len(set(buffers)) == len(buffers)  # so that they may be donated
     structure, shapes = jax.tree.structure(state), jax.tree.map(lambda x: (x.shape, x.dtype), state)
     for i in range(8):
         _, state, info = update(params, state, chunk, jax.random.key(i))

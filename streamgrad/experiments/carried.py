@@ -22,7 +22,7 @@ import streamgrad as sg
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Model, Params
 from streamgrad.estimators import Carry, carried
-from streamgrad.estimators.carrying import CarriedShared
+from streamgrad.estimators.averages import CarriedShared
 from streamgrad.experiments.base import Experiment, Progress
 from streamgrad.experiments.carried_measure import Exact, exact_setting, hindsight, measure, watch, watcher
 from streamgrad.experiments.carried_report import sections
