@@ -64,16 +64,14 @@ class Config:
     watched: tuple[str, ...] = ("all",)
     trained: tuple[str, ...] = ("gir", "one")
     exact_every: int = 1
-    stream_updates: tuple[int, int] = (1920, 0)
+    stream_updates: tuple[int, int] = (0, 0)
     window: int = 32
     checkpoints: bool = False
 
 
 PRESETS = MappingProxyType(
     {
-        "smoke": Config(
-            hidden=4, streams=3, updates=20, points=2, draws=2, trained=("one",), stream_updates=(40, 0), window=8
-        ),
+        "smoke": Config(hidden=4, streams=3, updates=20, points=2, draws=2, trained=("gir",), window=8),
         "laptop": Config(),
         "paper": Config(
             episodes="mnist",
