@@ -306,7 +306,7 @@ def in_turns(turn: Int[Array, ""], size: int, filled: Any) -> Int[Array, ""]:
     """The step q of the reverse pass of that number: every step once in `size` turns, in leaps of the golden ratio.
 
     Example:
-      >>> [int(in_turns(turn, 5, 5)) for turn in range(6)]
+      >>> [int(in_turns(turn, 5, 5)) for turn in jnp.arange(6)]
       [0, 3, 1, 4, 2, 0]
     """
     stride = next(n for n in range(max(1, round(size / 1.618)), size + 2) if np.gcd(n, size) == 1)
