@@ -7,8 +7,9 @@ the streams it watches. What it finds depends on data and parameters, not on the
 before the next; which stream is watched, and from which step the reverse pass starts, go by turns.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad import cuts
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Influence, Info, Model, Params, real_dtype
+from streamgrad.estimators.averages import Averages, CarriedShared, Gathered, all_finite, solve
 from streamgrad.estimators.carry import Carry
 from streamgrad.estimators.groups import Groups
 from streamgrad.estimators.rescale import Rescaling, Scales, Terms, find_rescaling, geometric, given
@@ -29,81 +31,14 @@ from streamgrad.variance.carried import (
     estimate_b,
     estimate_c,
     estimate_lags,
-    geometric_gamma,
     go_back,
 )
-from streamgrad.variance.equilibrate import optimal_alpha
 from streamgrad.variance.online_b import draw_b_noise
 from streamgrad.variance.online_b import estimate_b as estimate_b_online
-from streamgrad.variance.optimal_q import optimal_q0
-from streamgrad.variance.shaping import Spatial, same_group
+from streamgrad.variance.shaping import Spatial
 
-# α is solved for until rows and columns of C balance to this, which V does not notice.
-_TOLERANCE = 1e-3
 # A tangent this large comes of a γ that has outlived its dynamics; GIR brings it back.
 _LARGEST_TANGENT = 1e12
-
-
-class Averages(NamedTuple):
-    """Exponential averages over windows, not yet divided by their weights; None where they are not needed.
-
-    Attributes:
-      weight: what a window that is 1 has added up to.
-      b: B, `[N, N]` or its diagonal `[N]`.
-      c: for episodes C over positions, its rows below the diagonal as often as they were seen.
-      visits: how often, for each position.
-      steps: how many steps a window has at each position.
-      lags: for streams the sums of C over pairs at each lag.
-      same: pairs at each lag without a reset between them.
-      pairs: pairs at each lag.
-    """
-
-    weight: Float[Array, ""]
-    b: Array | None = None
-    c: Float[Array, "L L G"] | None = None
-    visits: Float[Array, " L"] | None = None
-    steps: Float[Array, " L"] | None = None
-    lags: Float[Array, "W G"] | None = None
-    same: Float[Array, " W"] | None = None
-    pairs: Float[Array, " W"] | None = None
-
-
-class Gathered(NamedTuple):
-    """The window that is being filled, one for each stream that is watched.
-
-    Attributes:
-      window: the steps so far.
-      scales: γ and β of them.
-      filled: how many.
-    """
-
-    window: Window
-    scales: Float[Array, "K W 2 G"]
-    filled: Int[Array, ""]
-
-
-class CarriedShared(NamedTuple):
-    """What all streams have in common; a plain pytree, so that it is saved with everything else.
-
-    Attributes:
-      shaping: Q_0 and its inverse, or None.
-      alpha: α for each position, `[L, G]`; γ of a stream, `[G]`; or None.
-      ready: whether the next chunk uses them, or the identity and GIR.
-      solved: whether they make sense.
-      windows: how many windows there have been.
-      passes: how many reverse passes the averages are made of.
-      averages: what Q_0 and α are solved from.
-      gathered: for streams, the window that is being filled.
-    """
-
-    shaping: Shaping | None
-    alpha: Array | None
-    ready: Bool[Array, ""]
-    solved: Bool[Array, ""]
-    windows: Int[Array, ""]
-    passes: Int[Array, ""]
-    averages: Averages
-    gathered: Gathered | None
 
 
 def carried_rescaling(carry: Carry) -> Rescaling:
@@ -228,7 +163,9 @@ def make_learner(
         if length is None and carry.streams is not None:
             gathered = empty_window(dtype, carry.streams)
         no, none = jnp.zeros((), bool), jnp.zeros((), jnp.int32)
-        return CarriedShared(shaping, alpha, no, no, none, none, averages, gathered)
+        shared = CarriedShared(shaping, alpha, no, no, none, none, averages, gathered)
+        # Every array for itself, since a training loop may donate them.
+        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), shared)
 
     def empty_window(dtype: Any, watched: int) -> Gathered:
         steps = (watched, carry.window)
@@ -289,7 +226,7 @@ def make_learner(
         turns = shared.windows * many + jnp.arange(many)
         found = jax.vmap(lambda turn, one: statistics(params, shared, turn, filled, one))(turns, watched)
         found = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), found)
-        good = _all_finite(found)  # a window that is not is left out: an average would never recover
+        good = all_finite(found)  # a window that is not is left out: an average would never recover
         averages = jax.tree.map(
             lambda old, new: jnp.where(good, carry.decay * old + (1 - carry.decay) * new, old), shared.averages, found
         )
@@ -297,59 +234,7 @@ def make_learner(
         shared = shared._replace(averages=averages, windows=windows, passes=passes)
         old_enough = passes >= carry.passes
         due = old_enough & ((windows % carry.refresh == 0) | (passes < carry.passes + many))
-        return jax.lax.cond(due, solve, lambda shared: shared, shared)
-
-    def solve(shared: CarriedShared) -> CarriedShared:
-        averages = shared.averages
-        weight = jnp.where(averages.weight > 0, averages.weight, 1)
-        good = averages.weight > 0
-        shaping, alpha = shared.shaping, shared.alpha
-        if averages.b is not None:
-            shaping, sound = solve_q0(averages.b / weight)
-            good &= sound
-        if averages.c is not None:
-            alpha, sound = solve_alpha(averages, weight)
-            good &= sound
-        elif averages.lags is not None:
-            assert averages.same is not None and averages.pairs is not None
-            alpha, sound = jax.vmap(geometric_gamma, in_axes=(1, None, None))(
-                averages.lags, averages.same, averages.pairs
-            )
-            good &= jnp.all(sound)
-        good &= _all_finite((shaping, alpha))
-        kept = (shared.shaping, shared.alpha)
-        shaping, alpha = jax.tree.map(lambda new, old: jnp.where(good, new, old), (shaping, alpha), kept)
-        return shared._replace(shaping=shaping, alpha=alpha, solved=good)
-
-    def solve_q0(b: Array) -> tuple[Shaping, Bool[Array, ""]]:
-        mine = jnp.asarray(same_group(groups), b.dtype)
-        trace = mine @ (b if b.ndim == 1 else jnp.diagonal(b))
-        if b.ndim == 1:
-            relative = b / jnp.where(trace > 0, trace / jnp.sum(mine, axis=1), 1) + carry.damping
-            q0 = jnp.maximum(relative, jnp.finfo(b.dtype).eps) ** -0.25
-            inverse = 1 / q0
-            squares, inverse_squares = q0**2, inverse**2
-        else:
-            q0 = optimal_q0(b, carry.damping, groups.index)
-            inverse = jnp.where(same_group(groups), jnp.linalg.inv(q0), 0)
-            squares, inverse_squares = jnp.sum(q0**2, axis=1), jnp.sum(inverse**2, axis=1)
-        # Q_0's scale is α's. With equal traces of Q_0 Q_0^T and its inverse, a new Q_0 does not shift the balance
-        # between what the stream has gathered and what it adds; the identity has them, too.
-        scale = (mine @ inverse_squares / (mine @ squares)) ** 0.25
-        if b.ndim == 2:
-            scale = scale[:, None]
-        return Shaping(q0 * scale, inverse / scale), jnp.all(trace > 0)
-
-    def solve_alpha(averages: Averages, weight: Array) -> tuple[Array, Bool[Array, ""]]:
-        assert averages.c is not None and averages.visits is not None and averages.steps is not None
-        visited = averages.visits > 0
-        # Above the diagonal each window adds all; below, a row as often as it was visited, to be scaled to its due.
-        due = jnp.where(visited, averages.steps / weight / jnp.where(visited, averages.visits, 1), 0)
-        upper = np.triu(np.ones(averages.c.shape[:2], bool))[:, :, None]
-        c = averages.c * jnp.where(upper, 1 / weight, due[:, None, None])
-        solution = jax.vmap(lambda c: optimal_alpha(c, max_iterations=20, tolerance=_TOLERANCE))(jnp.moveaxis(c, -1, 0))
-        sound = jnp.all(solution.residual <= 100 * _TOLERANCE) & jnp.all(jnp.sum(c, axis=(0, 1)) > 0)
-        return solution.alpha.T, sound
+        return jax.lax.cond(due, functools.partial(solve, groups, carry.damping), lambda shared: shared, shared)
 
     def learn(
         params: Params, before: EstimatorState, after: EstimatorState, chunk: Chunk, info: Info
@@ -421,7 +306,7 @@ def in_turns(turn: Int[Array, ""], size: int, filled: Any) -> Int[Array, ""]:
     """The step q of the reverse pass of that number: every step once in `size` turns, in leaps of the golden ratio.
 
     Example:
-      >>> [int(in_turns(turn, 5, 5)) for turn in range(6)]
+      >>> [int(in_turns(turn, 5, 5)) for turn in jnp.arange(6)]
       [0, 3, 1, 4, 2, 0]
     """
     stride = next(n for n in range(max(1, round(size / 1.618)), size + 2) if np.gcd(n, size) == 1)
@@ -434,10 +319,6 @@ def _positions(start: Int[Array, ""], reset: Bool[Array, " T"], length: int) -> 
     t = jnp.arange(reset.shape[0])
     begun = jax.lax.cummax(jnp.where(reset, t, -1))
     return jnp.minimum(jnp.where(begun >= 0, t - begun, start + t), length - 1)
-
-
-def _all_finite(tree: PyTree) -> Bool[Array, ""]:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def _stored(dtype: Any, real: Any) -> Any:

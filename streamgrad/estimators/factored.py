@@ -186,10 +186,11 @@ def factored_parts(
             jax.tree.unflatten(structure, groups.by_matrix(left)), jax.tree.unflatten(structure, kept["features"])
         )
         factors = Factors(weight, state.memory.cotangent, outer)
-        info = Info(loss, {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]})
+        diagnostics = {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]}
         if watched:
             vectors = jax.vmap(lambda state: ravel_pytree(state)[0])(kept["state"])
-            info.diagnostics.update(state=vectors, dl_dstate=dl_dstate)
+            diagnostics |= {"state": vectors, "dl_dstate": dl_dstate}
+        info = Info(loss, diagnostics)
         return (factors, head_grads), EstimatorState(cell_state, memory, state.shared), info
 
     return parts

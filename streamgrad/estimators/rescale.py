@@ -247,7 +247,7 @@ def geometric(gamma: Any = 1.0) -> Rescaling:
 
     def shared(groups: int, dtype: Any) -> Float[Array, " G"]:
         if shape not in ((), (1,), (groups,)):
-            raise ValueError(f"gamma has {shape[0]} entries, but there are {groups} groups.")
+            raise ValueError(f"gamma has {np.size(gamma)} entries, but there are {groups} groups.")
         return jnp.broadcast_to(jnp.asarray(gamma, dtype), (groups,))
 
     def coefficients(gamma: Float[Array, " G"], memory: PyTree, terms: Terms) -> tuple[Scales, Scales, PyTree]:

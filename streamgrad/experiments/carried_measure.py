@@ -134,7 +134,7 @@ class ExactSetting(NamedTuple):
     """
 
     init: Callable[[Params], Exact]
-    look: Callable[[Params, Exact, Chunk], Exact]
+    look: Callable[..., Exact]
     choose: Callable[[Params, Exact, Chunk], tuple[Array, Array]]
     update: Callable[[Params, Exact, Chunk, Array], tuple[Params, Array, Exact]]
 

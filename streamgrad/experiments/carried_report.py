@@ -61,13 +61,13 @@ def variance_section(part: str, title: str, file: str, rows: list[dict[str, Any]
     """V(Q) along a trajectory: a figure, a table, and on episodes the two claims."""
     mean = means(rows)
     shown = [name for name in TITLES if name in mean]
-    gamma = {name: np.nanmean([row["gamma"] for row in rows if row["setting"] == name] or [np.nan]) for name in shown}
+    gamma = {}
+    for name in shown:
+        known = [row["gamma"] for row in rows if row["setting"] == name and np.isfinite(row["gamma"])]
+        gamma[name] = f"{np.mean(known):.3f}" if known else "of the noise"
     table = Table(
         ["Q_0, alpha", "V/|g|^2", "identity, GIR over it", "mean gamma"],
-        [
-            [TITLES[name], f"{mean[name]:.1f}", f"{mean['gir'] / mean[name]:.2f}", f"{gamma[name]:.3f}"]
-            for name in shown
-        ],
+        [[TITLES[name], f"{mean[name]:.1f}", f"{mean['gir'] / mean[name]:.2f}", gamma[name]] for name in shown],
     )
     figure = _curves(rows, shown, "v")
     return Section(f"{title}: V(Q) along one trajectory", figure, _text(part, mean), _claims(part, mean), table, [file])

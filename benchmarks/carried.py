@@ -1,0 +1,99 @@
+"""What carrying Q_0 and α over costs, in multiples of plain `uoro` (identity and GIR) and of BPTT in the same run.
+
+    python -m benchmarks.carried              # LSTM of 50 and 256, 50 streams, minutes on 2 cores
+    python -m benchmarks.carried --sizes 50 256 1024
+
+One stream in 50 is watched, and Q_0 and α are solved anew every 10 windows. A call is ten updates, so that each holds
+one solution; programs take turns. Writes `benchmarks/results/carried_<device>.csv`.
+"""
+
+import argparse
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+# LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import jax
+import jax.numpy as jnp
+
+import streamgrad as sg
+from benchmarks.timing import Program, make_problem, prepare, take_turns
+from streamgrad.estimators import carried
+
+UPDATES = 10
+
+
+def settings(model: sg.Model, length: int) -> dict[str, sg.GradientEstimator]:
+    """What is compared."""
+    return {
+        "bptt": sg.bptt(model),
+        "uoro": sg.uoro(model),
+        "uoro, no rescaling": sg.uoro(model, rescale="none"),
+        "carried, episodes": sg.uoro(model, carry=carried(episode=length)),
+        "carried, episodes, diagonal": sg.uoro(model, carry=carried(episode=length, q0="diagonal")),
+        "carried, streams": sg.uoro(model, carry=carried(window=length)),
+        "carried, streams, diagonal": sg.uoro(model, carry=carried(window=length, q0="diagonal")),
+        "carried, streams, 4 windows": sg.uoro(model, carry=carried(window=4 * length)),
+    }
+
+
+def compiled(est: sg.GradientEstimator, params: sg.Params, chunk: sg.Chunk, streams: int) -> Program:
+    """Ten updates of a batch, after as many as the statistics need to be used."""
+    many = sg.batched(est, streams)
+
+    def updates(params: Any, state: Any, chunk: sg.Chunk, key: Any) -> tuple[Any, Any, sg.Info]:
+        def one(carry: tuple, key: Any) -> tuple[tuple, Any]:
+            total, state = carry
+            grads, state, info = many.update(params, state, chunk, key)
+            return (jax.tree.map(jnp.add, total, grads), state), info.loss
+
+        zero = jax.tree.map(jnp.zeros_like, params)
+        (total, state), loss = jax.lax.scan(one, (zero, state), jax.random.split(key, UPDATES))
+        return total, state, sg.Info(loss[-1], {})
+
+    state = many.init(params)
+    program = prepare(updates, params, state, chunk, jax.random.key(1))
+    while hasattr(state.shared, "ready") and not bool(state.shared.ready):
+        _, state = program.call(state)
+    return program._replace(state=state)
+
+
+def main() -> None:
+    """Parse, run, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[50, 256], help="units of the LSTM")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[28, 64], help="T, for each size in turn")
+    parser.add_argument("--streams", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    device = jax.devices()[0]
+    rows = []
+    for hidden, length in zip(options.sizes, options.lengths, strict=False):
+        model, params, chunk = make_problem("lstm", hidden, options.streams, length)
+        programs = {
+            name: compiled(est, params, chunk, options.streams) for name, est in settings(model, length).items()
+        }
+        seconds = take_turns(programs, options.repeats)
+        for name, took in seconds.items():
+            row = {"device": device.device_kind, "hidden": hidden, "streams": options.streams, "length": length}
+            row |= {"setting": name, "ms_per_update": round(1e3 * took / UPDATES, 3)}
+            row |= {"times_uoro": round(took / seconds["uoro"], 3), "times_bptt": round(took / seconds["bptt"], 3)}
+            rows.append(row)
+            print(f"H {hidden:4d} T {length:3d} {name:28s} {row['ms_per_update']:9.2f} ms  "
+                  f"{row['times_uoro']:6.3f} uoro  {row['times_bptt']:6.2f} bptt", flush=True)  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"carried_{'cpu' if device.platform == 'cpu' else 'gpu'}.csv"
+    new = path.with_suffix(".new")
+    with new.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    new.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The experiment on what is carried over: from end to end at toy size, and its claims over rows of known numbers."""
+
+import csv
+import dataclasses
+
+import numpy as np
+import pytest
+
+from streamgrad.experiments import carried, find_experiment
+from streamgrad.experiments.carried_report import means, sections
+
+
+def write(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def rows_of(values, updates=(100, 200)):
+    return [
+        {"task": "digits", "update": u, "loss": 1.0, "setting": name, "v": v, "error": 1, "square": 1, "ready": 1,
+         "gamma": "nan" if name == "gir" else 1.1}
+        for name, v in values.items() for u in updates
+    ]  # fmt: skip
+
+
+def test_claims(tmp_path):
+    write(tmp_path / "variance_episodes.csv", rows_of({"gir": 300.0, "exact": 50.0, "all": 57.0, "one": 99.0}))
+    (section,) = sections(tmp_path)
+    assert [claim.holds for claim in section.claims] == [True, True]
+    write(tmp_path / "variance_episodes.csv", rows_of({"gir": 300.0, "exact": 50.0, "all": 58.0, "one": 101.0}))
+    write(tmp_path / "training_one.csv", [{"setting": "one", "seed": 0, "update": 1, "loss": 0.5}])
+    section, training = sections(tmp_path)
+    assert [claim.holds for claim in section.claims] == [False, False]
+    assert section.table.rows[0][:2] == ["identity, GIR", "300.0"] and training.table.rows[0][1] == "0.500"
+
+
+def test_young_statistics_do_not_count():
+    rows = rows_of({"one": 1.0}, (10,)) + rows_of({"one": 4.0}, (100,)) + rows_of({"one": 9.0}, (50,))
+    assert means(rows)["one"] == pytest.approx(6.0)
+
+
+@pytest.mark.slow
+def test_smoke(tmp_path):
+    experiment = find_experiment("carried")
+    told = []
+    experiment.run(experiment.presets["smoke"], tmp_path, lambda *words: told.append(words))
+    found = sections(tmp_path)
+    assert [section.title.split(":")[0] for section in found] == ["Digits, row by row", "Training"]
+    assert told[-1][1:3] == (20, 20)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    experiment.run(experiment.presets["smoke"], tmp_path, lambda *words: told.append(words), resume=True)
+    assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert all(np.isfinite(float(cell)) for section in found[:1] for row in section.table.rows for cell in row[1:3])
+
+
+@pytest.mark.slow
+def test_streams(tmp_path):
+    """The queue task, a step at a time; with statistics of the driver alone."""
+    config = dataclasses.replace(carried.PRESETS["smoke"], watched=(), stream_updates=(200, 0), points=1)
+    pair = carried.stream_tasks("queue", config, None)
+    rows = list(carried.streams(*pair, config, 200, lambda *words: None))
+    assert {row["setting"] for row in rows} == {"gir", "hindsight", "one"}
+    assert all(np.isfinite(row["v"]) and row["ready"] == 1 for row in rows)
+    assert carried.stream_tasks("text", config, None) is None
