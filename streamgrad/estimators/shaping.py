@@ -71,8 +71,10 @@ def shape_noise(pair: Shaping | None, u: Float[Array, "T N"]) -> Shaped:
         return Shaped(u, u)
     if pair.q0.ndim == 1:
         return Shaped(u * pair.q0[None], u * pair.inverse[None])
-    # Rows of u are vectors, so that the products stand the other way round: (Q u)^T = u^T Q^T.
-    return Shaped(u @ pair.q0.T, u @ pair.inverse)
+    # Rows of u are vectors, so that the products stand the other way round: (Q u)^T = u^T Q^T. In full precision: that
+    # E[Q_0 u u^T Q_0^{-1}] = I is what keeps the estimate unbiased, and a GPU's default would round it to three digits.
+    right = jnp.matmul(u, pair.q0.T, precision="highest")
+    return Shaped(right, jnp.matmul(u, pair.inverse, precision="highest"))
 
 
 def shape_gradient(pair: Shaping | None, dl_dz: Float[Array, " N"]) -> Float[Array, " N"]:
