@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup lint format types unit test table demo clean
+.PHONY: setup lint format types unit slow test table demo clean
 
 setup: $(STAMP)
 
@@ -36,7 +36,11 @@ types: setup
 	$(BIN)/pyright
 
 unit: setup
-	$(BIN)/pytest -n 2 --dist worksteal --durations 10
+	$(BIN)/pytest -n 2 --dist worksteal --durations 10 -m "not slow"
+
+# What `make test` leaves out for its time: more of the same pairs, and runs that are killed. CI runs both.
+slow: setup
+	$(BIN)/pytest -n 2 --dist worksteal --durations 10 -m slow
 
 test: lint types unit
 

@@ -17,9 +17,12 @@ CELL_CUTS = [
     if cut in make_model(cell).cell.cuts
 ]
 SPLITS = [(8,), (1, 3, 4), (1,) * 8]
+DEAR = [("stack", "state"), ("stack", "params"), ("nested", "params"), ("gru", "params")]  # to compile
 
 
-@pytest.mark.parametrize("cell, cut", CELL_CUTS)
+@pytest.mark.parametrize(
+    "cell, cut", [pytest.param(*case, marks=pytest.mark.slow if case in DEAR else []) for case in CELL_CUTS]
+)
 def test_rtrl_is_bptt(cell, cut):
     model = make_model(cell, n_in=2, n_hidden=3)
     params, rtrl, reference = make_params(model), sg.rtrl(model, cut=cut), sg.bptt(model)
@@ -106,8 +109,8 @@ def truncated(model, params, chunk, window):
     return jax.tree.map(lambda leaf: jnp.tensordot(near, leaf, axes=((0, 1), (0, 1))), each)
 
 
-@pytest.mark.parametrize("cell", ["vanilla", "lstm", "nested"])
-@pytest.mark.parametrize("window", [1, 2, 3, 12])
+@pytest.mark.parametrize("cell", [pytest.param("vanilla", marks=pytest.mark.slow), "lstm", "nested"])
+@pytest.mark.parametrize("window", [1, pytest.param(2, marks=pytest.mark.slow), 3, 12])
 def test_tbptt_is_its_definition(cell, window):
     model = make_model(cell)
     params, chunk = make_params(model), make_chunk(model, 8, reset=(4,))

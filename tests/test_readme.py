@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 MARKS = ("<!-- estimators -->\n", "<!-- /estimators -->")
@@ -32,7 +30,6 @@ def test_table_is_the_registry():
     assert table_in(README.read_text()) == markdown_table(), "run `make table`"
 
 
-@pytest.mark.slow
 def test_examples_run_as_printed():
     """In a fresh interpreter, as a newcomer would, in float32; and the printed loss is as good as the README says."""
     code = "\n".join(code_blocks(README))

@@ -48,7 +48,7 @@ def test_uoro_gir(cut, shaped, immediate):
 
 
 @pytest.mark.parametrize("immediate", ["estimated", "exact"])
-@pytest.mark.parametrize("rescale", ["none", "alpha"])
+@pytest.mark.parametrize("rescale", [pytest.param("none", marks=pytest.mark.slow), "alpha"])
 @pytest.mark.parametrize("cell, cut", CELL_CUTS)
 def test_uoro_given(cell, cut, rescale, immediate):
     """Rescaling that does not see the noise, with a random Q_0 that is not symmetric."""
@@ -94,7 +94,7 @@ def test_stacked_layers_gir():
 
 
 @pytest.mark.parametrize("immediate", ["estimated", "exact"])
-@pytest.mark.parametrize("rescale", ["none", "gir", "alpha"])
+@pytest.mark.parametrize("rescale", [pytest.param("none", marks=pytest.mark.slow), "gir", "alpha"])
 @pytest.mark.parametrize("cell", ["vanilla", "lstm", "gru", "stack"])
 def test_preuoro(cell, rescale, immediate):
     model = make_model(cell)

@@ -5,8 +5,12 @@ To add a command: write `streamgrad/cli/<name>.py` with a dataclass `Options`, w
 """
 
 import importlib
+import signal
 import sys
+import threading
+import types
 from collections.abc import Sequence
+from typing import NoReturn
 
 from streamgrad.cli.options import UsageError
 
@@ -60,7 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = tyro.cli(command.Options, prog=f"streamgrad {name}", args=rest, config=single)
     except SystemExit as stop:  # after --help or a wrong option, which tyro has answered
         return int(stop.code or 0)
+    before = signal.getsignal(signal.SIGINT)
     try:
+        # asyncio, under checkpoints, puts a handler of its own in place of the default one, and may lose a Ctrl-C.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, _interrupt)
         return command.main(options) or 0
     except (ValueError, OSError, ArithmeticError) as error:  # what a user can mend; the rest keeps its traceback
         print(f"streamgrad {name}: {error}", file=sys.stderr)
@@ -68,3 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)
         return 130
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+
+
+def _interrupt(number: int, frame: types.FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
