@@ -70,9 +70,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    if len(options.sizes) != len(options.lengths):
+        parser.error("--lengths must name one length for each size")
     device = jax.devices()[0]
     rows = []
-    for hidden, length in zip(options.sizes, options.lengths, strict=False):
+    for hidden, length in zip(options.sizes, options.lengths, strict=True):
         model, params, chunk = make_problem("lstm", hidden, options.streams, length)
         programs = {
             name: compiled(est, params, chunk, options.streams) for name, est in settings(model, length).items()

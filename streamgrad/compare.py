@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from streamgrad._typing import Array, Float
+from streamgrad._typing import Array
 from streamgrad.base import Chunk, GradientEstimator, Model, Params, real_dtype
 from streamgrad.checks import check_chunk, check_key, check_size
 from streamgrad.estimators import registry
+from streamgrad.estimators.rescale import total_log_alpha
 from streamgrad.estimators.uoro import uoro
 from streamgrad.online import batched
 from streamgrad.variance import (
@@ -204,7 +205,9 @@ def _compile(
     def update(est: GradientEstimator, params: Params, state: Any, chunk: Chunk, key: Any) -> tuple[Any, ...]:
         grads, state, info = est.update(params, state, chunk, key)
         found = info.diagnostics
-        alpha = jax.vmap(alpha_of)(found) if {"gamma", "beta"} <= set(found) else None
+        alpha = None
+        if {"gamma", "beta"} <= set(found):
+            alpha = jnp.exp(jax.vmap(total_log_alpha)(found["gamma"], found["beta"]))
         return ravel_pytree(grads.cell)[0], alpha, grads.head, state
 
     pool = ThreadPoolExecutor(os.cpu_count())
@@ -362,21 +365,3 @@ def _prediction(
         return jax.jit(mean, compiler_options=_ONCE)(ep, alpha if known is None else known)
 
     return predict, known is None
-
-
-def alpha_of(diagnostics: Any) -> Float[Array, "T G"]:
-    """α_s = β_s γ_{s+1} … γ_T, from the coefficients that an estimator reports.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> gamma, beta = jnp.array([[0.0], [3.0], [2.0]]), jnp.array([[1.0], [1.0], [5.0]])
-      >>> alpha_of({"gamma": gamma, "beta": beta}).round(3).T.tolist()
-      [[6.0, 2.0, 5.0]]
-    """
-
-    def log(x: Array) -> Array:  # a scale of zero drops a term that is zero: any other will do
-        return jnp.log(jnp.where(x > 0, x, 1))
-
-    gamma, beta = diagnostics["gamma"], diagnostics["beta"]
-    later = jnp.cumsum(log(gamma)[::-1], axis=0)[::-1]
-    return jnp.exp(log(beta) + jnp.append(later[1:], jnp.zeros_like(later[:1]), axis=0))

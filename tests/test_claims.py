@@ -2,17 +2,14 @@
 
 from pathlib import Path
 
-import pytest
-
-from streamgrad.experiments import ablation, variance, variance_report
+from streamgrad.experiments import ablation, carried_report, variance, variance_report
 
 RESULTS = Path(__file__).parent.parent / "experiments" / "results" / "paper"
 
 
 def recorded(name):
     folder = RESULTS / name
-    if not folder.is_dir():
-        pytest.skip(f"no recorded {name} run of the paper preset")
+    assert folder.is_dir(), f"no recorded {name} run of the paper preset"
     return folder
 
 
@@ -29,3 +26,10 @@ def test_variance():
 def test_ablation():
     claims = ablation.all_claims(recorded("ablation"))
     assert [claim.detail for claim in claims[:2] if not claim.holds] == []
+
+
+def test_carried_over():
+    rows = carried_report.read(recorded("carried") / "variance_episodes.csv")
+    claims = carried_report.claims("episodes", carried_report.means(rows))
+    assert len(claims) == 2
+    assert [claim.detail for claim in claims if not claim.holds] == []

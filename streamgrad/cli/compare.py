@@ -7,7 +7,6 @@ import importlib.util
 import io
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from streamgrad.cli.options import choose, from_options, pairs
+from streamgrad.cli.options import UsageError, check_text, choose, from_options, pairs
 from streamgrad.cli.show import print_table
 from streamgrad.cli.train import Pairs, TaskName
 from streamgrad.tasks import find_task, task_function
@@ -61,14 +60,14 @@ class Options:
 
 def main(options: Options) -> None:
     """Measure, and print the table with how to read it."""
-    # LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import jax
 
     from streamgrad.compare import candidates_for, compare
     from streamgrad.estimators.registry import REGISTRY
-    from streamgrad.report.run import write_text
+    from streamgrad.files import replace_text
 
+    if options.csv is not None and not options.csv.absolute().parent.is_dir():
+        raise UsageError(f"the folder of --csv {options.csv} does not exist.")
     for name in options.estimators:
         choose("--estimators", name, tuple(REGISTRY))
     task = make_task(options)
@@ -94,7 +93,7 @@ def main(options: Options) -> None:
         writer = csv.DictWriter(text, plain[0])
         writer.writeheader()
         writer.writerows(plain)
-        write_text(options.csv, text.getvalue())
+        replace_text(options.csv, text.getvalue())
     if options.json:
         print(json.dumps(plain, indent=2))
         return
@@ -118,6 +117,7 @@ def make_task(options: Options) -> "Task":
     """The task with its options, in a batch to train on."""
     function = task_function(options.task)
     given = pairs("--task-options", options.task_options, function, skip=["batch_size", "length"])
+    check_text(options.task, given)
     length = {} if options.task in ("digits", "mnist") else {"length": options.length}  # theirs is that of an image
     return find_task(options.task, **given, batch_size=32, **length)
 

@@ -64,8 +64,8 @@ def fetch_mnist(folder: Path) -> None:
     """Fetch MNIST into `folder/mnist`; files that are not the published ones are not kept."""
     from sklearn.datasets import fetch_openml
 
+    from streamgrad.files import check_room
     from streamgrad.tasks.mnist import FILES, read_idx
-    from streamgrad.train.files import check_room
 
     where = folder / "mnist"
     check_room(where, 12 << 20)

@@ -5,6 +5,7 @@ To add a command: write `streamgrad/cli/<name>.py` with a dataclass `Options`, w
 """
 
 import importlib
+import os
 import signal
 import sys
 import threading
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError:
         print('streamgrad: the command line needs its extra: pip install "streamgrad[cli]".', file=sys.stderr)
         return 1
+    # LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     command = importlib.import_module(f"streamgrad.cli.{name}")
     try:
         single = (tyro.conf.FlagCreatePairsOff,)  # --json without a --no-json

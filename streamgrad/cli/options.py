@@ -3,7 +3,7 @@
 import ast
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -58,3 +58,9 @@ def pairs(option: str, given: Sequence[str], function: Callable, skip: Sequence[
         except (ValueError, SyntaxError):
             found[name] = value
     return found
+
+
+def check_text(task: str, given: Mapping[str, Any]) -> None:
+    """The task text has been given a file; UsageError if not."""
+    if task == "text" and "path" not in given:
+        raise UsageError("the task text needs a file: --task-options path=FILE.")

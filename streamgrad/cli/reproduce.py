@@ -37,8 +37,6 @@ class Options:
 
 def main(options: Options) -> int:
     """Run, write the page, and print what became of the claims; a claim that fails is a finding, not an error."""
-    # LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from streamgrad.cli.progress import show_progress
     from streamgrad.cli.report import print_outcome
     from streamgrad.experiments.reproduce import expand, reproduce

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from streamgrad.cli.options import UsageError, choose, from_options, pairs
+from streamgrad.cli.options import check_text, choose, from_options, pairs
 from streamgrad.tasks import TASKS, find_task, task_function
 
 if TYPE_CHECKING:
@@ -121,8 +121,7 @@ def make_task(options: Options) -> "Task":
     )
     if options.task == "mnist":
         given["folder"] = options.data
-    if options.task == "text" and "path" not in given:
-        raise UsageError("the task text needs a file: --task-options path=FILE.")
+    check_text(options.task, given)
     sizes = {"batch_size": options.batch_size, "length": options.length}
     return find_task(options.task, **given, **{name: size for name, size in sizes.items() if size is not None})
 

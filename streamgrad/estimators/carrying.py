@@ -22,7 +22,15 @@ from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Influence,
 from streamgrad.estimators.averages import Averages, CarriedShared, Gathered, all_finite, solve
 from streamgrad.estimators.carry import Carry
 from streamgrad.estimators.groups import Groups
-from streamgrad.estimators.rescale import Rescaling, Scales, Terms, find_rescaling, geometric, given
+from streamgrad.estimators.rescale import (
+    Rescaling,
+    Scales,
+    Terms,
+    find_rescaling,
+    geometric,
+    given,
+    total_log_alpha,
+)
 from streamgrad.estimators.shaping import Shaping
 from streamgrad.online import Check, Learn, Parts, estimator
 from streamgrad.variance.carried import (
@@ -180,9 +188,7 @@ def make_learner(
     def log_alpha_of(shared: CarriedShared, scales: Float[Array, "T 2 G"], position: Array | None) -> Array:
         """log α of a window: what is carried over, or what the estimator used."""
         if not optimal:
-            logs = jnp.log(jnp.where(scales > 0, scales, 1))
-            later = jnp.cumsum(logs[::-1, 0], axis=0)[::-1]
-            return logs[:, 1] + jnp.concatenate([later[1:], jnp.zeros_like(later[:1])])
+            return total_log_alpha(scales[:, 0], scales[:, 1])
         assert shared.alpha is not None
         if position is not None:
             return jnp.log(shared.alpha)[position]
@@ -303,15 +309,23 @@ def make_learner(
 
 
 def in_turns(turn: Int[Array, ""], size: int, filled: Any) -> Int[Array, ""]:
-    """The step q of the reverse pass of that number: every step once in `size` turns, in leaps of the golden ratio.
+    """The step q of the reverse pass of that number: every filled step once, in leaps of the golden ratio.
+
+    Args:
+      turn: the pass's number.
+      size: steps of the window.
+      filled: how many of them there are; q stays below.
+
+    Returns:
+      q.
 
     Example:
-      >>> [int(in_turns(turn, 5, 5)) for turn in jnp.arange(6)]
+      >>> [int(in_turns(turn, 8, 5)) for turn in jnp.arange(6)]
       [0, 3, 1, 4, 2, 0]
     """
-    stride = next(n for n in range(max(1, round(size / 1.618)), size + 2) if np.gcd(n, size) == 1)
-    step = (turn % size) * stride % size
-    return jnp.asarray(step * filled // size, jnp.int32)
+    strides = [next(n for n in range(max(1, round(k / 1.618)), k + 2) if np.gcd(n, k) == 1) for k in range(1, size + 1)]
+    stride = jnp.asarray(strides, jnp.int32)[filled - 1]
+    return jnp.asarray((turn % filled) * stride % filled, jnp.int32)
 
 
 def _positions(start: Int[Array, ""], reset: Bool[Array, " T"], length: int) -> Int[Array, " T"]:

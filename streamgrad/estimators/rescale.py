@@ -257,6 +257,25 @@ def geometric(gamma: Any = 1.0) -> Rescaling:
     return Rescaling("geometric", shared, _nothing, coefficients)
 
 
+def total_log_alpha(gamma: Float[Array, "T G"], beta: Float[Array, "T G"]) -> Float[Array, "T G"]:
+    """log of α_s = β_s γ_{s+1} … γ_T, what the coefficients of a chunk amount to.
+
+    A scale of zero drops a term that is zero, so that any other would do: it counts as 1.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> gamma, beta = jnp.array([[0.0], [2.0], [3.0]]), jnp.array([[1.0], [5.0], [7.0]])
+      >>> jnp.exp(total_log_alpha(gamma, beta)).round(3).T.tolist()
+      [[6.0, 15.0, 7.0]]
+    """
+
+    def log(scale: Array) -> Array:
+        return jnp.log(jnp.where(scale > 0, scale, 1))
+
+    following = jnp.cumsum(log(gamma[:0:-1]), axis=0)[::-1]
+    return log(beta) + jnp.concatenate([following, jnp.zeros_like(gamma[:1])])
+
+
 _RESCALINGS = {
     "none": Rescaling("none", _nothing, _nothing, _none),
     "gir": Rescaling("gir", _nothing, _nothing, _gir, uses_norms=True),

@@ -22,12 +22,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from streamgrad.experiments import EXTRA, MODULES, find_experiment
-    from streamgrad.experiments.reproduce import record
+    from streamgrad.experiments.reproduce import check_run, record
 
     parser = argparse.ArgumentParser(prog="python -m streamgrad.experiments", description=__doc__)
     parser.add_argument("name", choices=[*MODULES, *EXTRA])
     parser.add_argument("--preset", default="laptop", help="smoke, laptop (the default) or paper")
-    parser.add_argument("--data", type=Path, help="folder of the MNIST files; STREAMGRAD_DATA by default")
+    default = os.environ.get("STREAMGRAD_DATA") or None
+    about = "folder of the MNIST files and of text/*.txt; STREAMGRAD_DATA by default"
+    parser.add_argument("--data", type=Path, default=default, help=about)
     parser.add_argument("--out", type=Path, required=True, help="folder; the experiment writes into OUT/NAME")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was broken off")
     parser.add_argument("--no-checkpoints", action="store_true", help="write none: needs no orbax, cannot resume")
@@ -39,12 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.preset not in experiment.presets:
             raise ValueError(f"preset must be one of {', '.join(experiment.presets)}, not {options.preset!r}.")
         config = experiment.presets[options.preset]
-        if options.no_checkpoints:
+        fields = {field.name for field in dataclasses.fields(config)}
+        if options.no_checkpoints and "checkpoints" in fields:  # those without write none
             config = dataclasses.replace(config, checkpoints=False)
+        for name in ("updates", "settings"):
+            if getattr(options, name) is not None and name not in fields:
+                raise ValueError(f"the experiment {options.name} has no {name} to choose.")
         if options.updates is not None:
             config = dataclasses.replace(config, updates=options.updates)
         if options.settings is not None:
             config = dataclasses.replace(config, settings=_chosen(config.settings, options.settings))
+        check_run(options.out, options.preset)
         begun = time.monotonic()
         experiment.run(config, options.out / options.name, _lines(), options.resume, options.data)
         command = shlex.join(["python", "-m", "streamgrad.experiments", *(sys.argv[1:] if argv is None else argv)])

@@ -9,6 +9,8 @@ update after every step, and characters of a text.
 import csv
 import dataclasses
 import functools
+import io
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +28,7 @@ from streamgrad.estimators.averages import CarriedShared
 from streamgrad.experiments.base import Experiment, Progress
 from streamgrad.experiments.carried_measure import Exact, exact_setting, hindsight, measure, watch, watcher
 from streamgrad.experiments.carried_report import sections
+from streamgrad.files import differences, plain, replace_text
 from streamgrad.tasks import find_task
 from streamgrad.tasks.base import Task
 
@@ -45,13 +48,13 @@ class Config:
       updates: along the trajectory of (a), and of each training.
       points: at how many points of a trajectory V(Q) is measured.
       draws: gradient estimates of each stream, for each measurement.
-      seeds: trainings of each setting; of the exact one, which is slow, there is one.
+      seeds: trainings of each setting.
       watched: settings whose statistics are gathered along the trajectories, beside that of one stream, which drives.
       trained: settings that drive a training.
       exact_every: the exact setting looks at one batch in so many along the trajectory of (a); it is slow.
       stream_updates: of the queue task and of the text, in this order; 0 for none.
       window: steps that a reverse pass goes back in a stream, and steps over which V(Q) is measured there.
-      checkpoints: none are written; parts that are complete are not run again.
+      seed: of all randomness.
     """
 
     episodes: str = "digits"
@@ -66,7 +69,7 @@ class Config:
     exact_every: int = 1
     stream_updates: tuple[int, int] = (0, 0)
     window: int = 32
-    checkpoints: bool = False
+    seed: int = 0
 
 
 PRESETS = MappingProxyType(
@@ -82,7 +85,7 @@ PRESETS = MappingProxyType(
             watched=("all", "diagonal", "online"),
             trained=("gir", "exact", "all", "one"),
             exact_every=4,
-            stream_updates=(4800, 1000),
+            stream_updates=(6400, 1000),
             window=64,
         ),
     }
@@ -114,7 +117,7 @@ class Followed(NamedTuple):
 def episode_settings(length: int) -> dict[str, Carry]:
     """What is carried over along episodes, by name."""
     return {
-        "all": carried(episode=length, streams=None, decay=0.95),
+        "all": carried(episode=length, streams=None, decay=0.95, refresh=1),
         "one": carried(episode=length),
         "diagonal": carried(episode=length, q0="diagonal"),
         "online": carried(episode=length, streams=None, alpha="gir", statistics="appendix_f"),
@@ -221,7 +224,7 @@ def trajectory(
     look_back = hindsight(model, damping=0.005)
     measured = measure(model, fresh.length, config.draws)
     solve = None if not task.episodic else exact_setting(model, task.length, task.batch_size, 0.005)
-    root = jax.random.key(7)
+    root = jax.random.key(7 + config.seed)
     now, each = begin(root), updates // config.points
     size = sg.cuts.layout(model.cell, model.cell.cuts["preactivation"]).size
     for point in range(config.points):
@@ -238,6 +241,9 @@ def trajectory(
         choices |= {
             name: chosen(state, fresh) if bool(state.ready) else choices["gir"] for name, state in shared.items()
         }
+        if not task.episodic and "all" in shared:  # what is lost by Q_0, and what by γ
+            (best_q0, best_alpha), (q0, alpha) = choices["hindsight"], choices["all"]
+            choices |= {"own q0": (q0, best_alpha), "own alpha": (best_q0, alpha)}
         for name, (q0, alpha) in choices.items():
             found = measured(now.params, chunk, q0, alpha, key)
             yield {
@@ -278,15 +284,14 @@ def training(model: Model, task: Task, name: str, config: Config, progress: Prog
     est = None if name == "exact" else sg.batched(sg.uoro(model, carry=carry), task.batch_size)
     begin, go = follow(model, task, name, est, {}, 1 if name == "exact" else None)
     each = max(1, config.updates // 20)
-    seeds = 1 if name == "exact" else config.seeds
-    for seed in range(seeds):
-        root = jax.random.key(100 + seed)
+    for seed in range(config.seeds):
+        root = jax.random.key(100 + config.seed + seed)
         now = begin(root)
         while int(now.update) < config.updates:
             now, loss = go(task.data, now, root, min(each, config.updates - int(now.update)))
             yield {"setting": name, "seed": seed, "update": int(now.update), "loss": float(jnp.mean(loss))}
             done = seed * config.updates + int(now.update)
-            progress(f"training, {name}", done, seeds * config.updates, f"loss {float(jnp.mean(loss)):.3f}")
+            progress(f"training, {name}", done, config.seeds * config.updates, f"loss {float(jnp.mean(loss)):.3f}")
 
 
 def run(config: Config, folder: Path, progress: Progress, resume: bool = False, data: Path | None = None) -> None:
@@ -296,10 +301,10 @@ def run(config: Config, folder: Path, progress: Progress, resume: bool = False, 
       config: one of the presets, or another.
       folder: where to.
       progress: told how far it is.
-      resume: whether parts that are complete are kept.
+      resume: whether parts that are complete are kept; those of another configuration are refused.
       data: folder with MNIST, and with `text/*.txt`; without a text there is no part on characters.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    begin_folder(folder, config, resume)
     where = {"folder": data} if config.episodes == "mnist" else {}
     task = find_task(config.episodes, batch_size=config.streams, **where)
     model = sg.Model(sg.cells.lstm(task.n_in, config.hidden), task.head)
@@ -312,6 +317,8 @@ def run(config: Config, folder: Path, progress: Progress, resume: bool = False, 
         write(folder / f"training_{name}.csv", resume, lambda name=name: training(model, task, name, config, progress))
     for name, updates in zip(("queue", "text"), config.stream_updates, strict=True):
         pair = stream_tasks(name, config, data) if updates else None
+        if updates and pair is None:
+            progress(name, 0, updates, "left out: the data folder has no text/*.txt")
         if pair is not None:
             rows = functools.partial(streams, *pair, config, updates, progress)
             write(folder / f"variance_{name}.csv", resume, rows)
@@ -336,18 +343,28 @@ def stream_tasks(name: str, config: Config, data: Path | None) -> tuple[Task, Ta
     return find_task("text", length=length, **options), find_task("text", length=config.window, **options)
 
 
+def begin_folder(folder: Path, config: Config, resume: bool) -> None:
+    """Make the folder, and write down what it is for; ValueError where it holds something else."""
+    made, noted = plain(dataclasses.asdict(config)), folder / "config.json"
+    if noted.exists() and not resume:
+        raise ValueError(f"the folder {folder} has a run already: choose another, or resume it.")
+    if noted.exists() and (found := differences(json.loads(noted.read_text()), made)):
+        raise ValueError(f"the run in {folder} is another one: {'; '.join(found)}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(noted, json.dumps(made, indent=2) + "\n")
+
+
 def write(path: Path, resume: bool, rows: Callable[[], Iterator[dict[str, Any]]]) -> None:
-    """Write rows as CSV, beside and then moved, so that a file that is there is complete."""
+    """Write rows as CSV once all are there, so that a file that is there is complete."""
     if resume and path.exists():
         return
     found = list(rows())
-    new = path.with_suffix(".new")
-    with new.open("w", newline="") as file:
-        writer = csv.DictWriter(file, found[0], lineterminator="\n")
-        writer.writeheader()
-        for row in found:
-            writer.writerow({key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()})
-    new.replace(path)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, found[0], lineterminator="\n")
+    writer.writeheader()
+    for row in found:
+        writer.writerow({key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()})
+    replace_text(path, text.getvalue())
 
 
 EXPERIMENT = Experiment(

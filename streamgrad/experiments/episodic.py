@@ -23,6 +23,7 @@ from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
 from streamgrad.checks import check_choice, check_size, leading_length
 from streamgrad.estimators.noise import find_noise
+from streamgrad.estimators.rescale import total_log_alpha
 from streamgrad.estimators.shaping import Shaping
 from streamgrad.estimators.uoro import UoroShared, uoro
 from streamgrad.experiments.roots import ROOTS, damped_q0
@@ -119,7 +120,7 @@ def episodic_uoro(
 
         grads, info = _process(model, params, chunk, jax.random.split(key, batch_size), pair, log_alpha, noise)
         if log_alpha is None:
-            log_alpha = realised_log_alpha(info.diagnostics["gamma"][..., 0], info.diagnostics["beta"][..., 0])
+            log_alpha = jax.vmap(total_log_alpha)(info.diagnostics["gamma"], info.diagnostics["beta"])[..., 0]
         expected = jax.vmap(_v)(theory.c, log_alpha)
         off = jax.tree.map(jnp.subtract, grads.cell, episodes.gradient.cell)
         squared_error, intrinsic = _square_norms(off), _square_norms(episodes.gradient.cell)
@@ -146,20 +147,6 @@ def episodic_uoro(
         return update(params, state, Chunk(chunk.inputs, chunk.targets), key)
 
     return GradientEstimator(init, checked)
-
-
-def realised_log_alpha(gamma: Float[Array, "B T"], beta: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """log of α_s = β_s γ_{s+1} … γ_T, what a given episode's γ and β amounted to.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> jnp.exp(realised_log_alpha(jnp.array([[0.0, 2.0, 3.0]]), jnp.array([[1.0, 5.0, 7.0]]))).round(3).tolist()
-      [[6.0, 15.0, 7.0]]
-    """
-    tiny = jnp.finfo(gamma.dtype).tiny  # GIR drops a pair of which one factor is zero
-    log_gamma, log_beta = jnp.log(jnp.maximum(gamma, tiny)), jnp.log(jnp.maximum(beta, tiny))
-    following = jnp.cumsum(log_gamma[:, :0:-1], axis=1)[:, ::-1]
-    return log_beta + jnp.concatenate([following, jnp.zeros_like(gamma[:, :1])], axis=1)
 
 
 def shown_steps(length: int, most: int = 8) -> list[int]:

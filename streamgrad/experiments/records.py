@@ -70,9 +70,17 @@ def read_record(path: Path) -> Record:
 
 
 def read_settings(folder: Path, names: list[str]) -> dict[str, Record]:
-    """The records of those settings that have been run, each in the folder of its name."""
+    """The records of those settings that have been run, each in the folder of its name.
+
+    Not of those that have a header alone, because every trial diverged in its first row.
+    """
     found = {name: folder / name / "metrics.csv" for name in names}
-    return {name: read_record(path) for name, path in found.items() if path.exists()}
+    return {name: read_record(path) for name, path in found.items() if path.exists() and _has_rows(path)}
+
+
+def _has_rows(path: Path) -> bool:
+    with path.open() as file:
+        return len(file.readlines(2**16)) > 1
 
 
 def mean_and_half_width(trials: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

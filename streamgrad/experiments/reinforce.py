@@ -14,7 +14,6 @@ import csv
 import dataclasses
 import io
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from streamgrad.cuts import layout
 from streamgrad.estimators import Shaping, bptt, reinforce, shaping, uoro, with_sigma
 from streamgrad.experiments.base import Experiment, Progress
 from streamgrad.experiments.reinforce_report import sections
+from streamgrad.files import replace_text
 from streamgrad.online import batched, transition
 
 CELLS: Mapping[str, Callable] = {"vanilla": cells.vanilla, "lstm": cells.lstm, "gru": cells.gru}
@@ -158,8 +158,8 @@ def run(
             tell(f"{cell}: Q_0")
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("limit", limits), ("variance", variances), ("shaping", shapings)):
-        _write(folder / f"{name}.csv", _csv(rows))
-    _write(done, made)
+        replace_text(folder / f"{name}.csv", _csv(rows))
+    replace_text(done, made)
 
 
 def _subject(config: Config, cell: str) -> Subject:
@@ -348,12 +348,6 @@ def _csv(rows: Rows) -> str:
     for row in rows:
         writer.writerow({key: f"{value:.10g}" if isinstance(value, float) else value for key, value in row.items()})
     return text.getvalue()
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(text)
-    os.replace(beside, path)
 
 
 EXPERIMENT = Experiment(

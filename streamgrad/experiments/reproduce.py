@@ -82,6 +82,12 @@ def reproduce(
     return run
 
 
+def check_run(folder: Path, preset: str) -> None:
+    """A folder that has a run already has one of the same preset; ValueError if not."""
+    if (folder / FILE).exists():
+        _check_preset(folder, load_run(folder), preset)
+
+
 def record(
     folder: Path,
     experiment: Experiment,
@@ -103,6 +109,7 @@ def record(
       data: the folder of the data, or None.
     """
     run = load_run(folder) if (folder / FILE).exists() else new_run(preset, command, None, data)
+    _check_preset(folder, run, preset)
     run.experiments[experiment.name] = {"config": _plain(config), "seconds": seconds, "done": True}
     save_run(folder, run)
 
@@ -127,11 +134,18 @@ def _open(folder: Path, preset: str, command: str, seed: int | None, data: str |
     if not resume:
         raise ValueError(f"{folder} is not empty: name another folder with --out, or go on with --resume.")
     run = load_run(folder)
-    for what, begun, asked in (("preset", run.preset, preset), ("data", run.data, data)):
-        if begun != asked:
-            raise ValueError(f"{folder / FILE}: the run was begun with {what} {begun}, not {asked}: use another --out.")
+    _check_preset(folder, run, preset)
+    # Data may have moved, or have been forgotten the first time; whether it is the right one its own check tells.
+    run = dataclasses.replace(run, data=data)
     here = device()
     return run if run.device.endswith(here) else dataclasses.replace(run, device=f"{run.device}; then {here}")
+
+
+def _check_preset(folder: Path, run: Run, preset: str) -> None:
+    if run.preset != preset:
+        raise ValueError(
+            f"{folder / FILE}: the run was begun with preset {run.preset}, not {preset}: use another --out."
+        )
 
 
 def _check_same(folder: Path, name: str, begun: dict[str, Any], asked: dict[str, Any]) -> None:

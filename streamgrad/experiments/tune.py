@@ -24,8 +24,8 @@ from streamgrad.experiments.episodic import episodic_uoro
 from streamgrad.experiments.records import show
 from streamgrad.experiments.variance import SETTINGS, Setting, make_task
 from streamgrad.experiments.variance_report import LABELS
+from streamgrad.files import differences, plain, replace_text
 from streamgrad.tasks import Task
-from streamgrad.train.files import differences, plain, replace_text
 from streamgrad.train.loop import TrainState, begin, training_step
 
 POINTS, ABOUT = "points.csv", "tune.json"

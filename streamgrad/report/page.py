@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from streamgrad.experiments import find_experiment
 from streamgrad.experiments.base import Claim, Experiment, Section
+from streamgrad.files import replace_text
 from streamgrad.report.figure import dark_rules, inline_svg, narrow_svg, standalone_svg
-from streamgrad.report.run import Run, load_run, write_text
+from streamgrad.report.run import Run, load_run
 
 PAGE = "report.html"
 LARGEST_DOWNLOAD = 4_000_000  # bytes of one CSV file; a page must still open on a phone
@@ -96,7 +97,7 @@ def write_report(content: Content) -> Path:
             svgs = []
             if section.figure is not None:
                 document = standalone_svg(section.figure)
-                write_text(figures / f"{name}.svg", document)
+                replace_text(figures / f"{name}.svg", document)
                 shapes = {"wide": document, "narrow": narrow_svg(section.figure)}
                 svgs = [Markup(inline_svg(svg, f"{name}-{kind}-", section.title, kind)) for kind, svg in shapes.items()]
                 _close(section.figure)
@@ -118,7 +119,7 @@ def write_report(content: Content) -> Path:
     html = environment.get_template("page.html.j2").render(
         content=content, run=content.run, parts=parts, counts=counts, verdicts=VERDICTS, rules=rules
     )
-    write_text(content.folder / PAGE, html)
+    replace_text(content.folder / PAGE, html)
     return content.folder / PAGE
 
 
@@ -159,7 +160,7 @@ def check_csv(path: Path) -> None:
     rows = _rows(path)
     if not rows or not rows[0]:
         raise ValueError(f"{path} is empty: run the experiment anew.")
-    if len(rows) == 1:
+    if len(rows) == 1 and path.name != "metrics.csv":  # there, every trial diverged in its first row
         raise ValueError(f"{path} has a header and no rows: run the experiment anew.")
     for number, row in enumerate(rows[1:], 2):
         if len(row) != len(rows[0]):

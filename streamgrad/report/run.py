@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from streamgrad.files import replace_text
+
 FILE = "run.json"
 FORMAT = 1
 PACKAGES = ("streamgrad", "jax", "jaxlib", "numpy", "optax", "matplotlib")
@@ -86,7 +88,7 @@ def _processor() -> str:
 
 def save_run(folder: Path, run: Run) -> None:
     """Write `folder/run.json`."""
-    write_text(folder / FILE, json.dumps({"format": FORMAT, **dataclasses.asdict(run)}, indent=2) + "\n")
+    replace_text(folder / FILE, json.dumps({"format": FORMAT, **dataclasses.asdict(run)}, indent=2) + "\n")
 
 
 def load_run(folder: Path) -> Run:
@@ -114,13 +116,3 @@ def load_run(folder: Path) -> Run:
         if not isinstance(entry, dict) or set(entry) != {"config", "seconds", "done"}:
             raise ValueError(f"{path}: the experiment {name!r} must have the fields config, seconds and done.")
     return Run(**found)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file beside its place and move it there, so that nobody ever sees half of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8", newline="")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ def text(path: str | Path, batch_size: int = 50, length: int = 10) -> Task:
       7
     """
     check_size(batch_size=batch_size, length=length)
-    vocabulary, codes = read_text(Path(path))
+    vocabulary, codes = read_text(Path(str(path)))
     size, places = len(vocabulary), len(codes) - 1  # the last character has no next one
     data = jnp.asarray(codes, jnp.int32)
 

@@ -17,10 +17,10 @@ import optax
 from streamgrad._typing import PyTree
 from streamgrad.base import GradientEstimator, Model
 from streamgrad.checks import check_size
+from streamgrad.files import check_room, differences, plain, replace_text
 from streamgrad.tasks.base import Task
 from streamgrad.train import metrics
 from streamgrad.train.checkpoint import Checkpoints
-from streamgrad.train.files import check_room, differences, plain, replace_text
 from streamgrad.train.loop import Summary, TrainState, begin, no_summary, run, training_step
 
 Progress = Callable[[int, int, str], None]  # progress(updates made, of how many, a few words)
@@ -131,7 +131,7 @@ def train(
     folder = Path(folder)
     template = _template(plan, model, task, estimator, optimizer)
     check_room(folder, _size(plan, template))
-    found = any((folder / name).exists() for name in (RUN, metrics.CSV))
+    found = any((folder / name).exists() for name in (RUN, metrics.CSV, CHECKPOINT))
     if found and not resume:
         raise ValueError(f"the folder {folder} has a run already: choose another, or resume it.")
     if found and not plan.checkpoints:

@@ -11,7 +11,7 @@ from typing import Any
 def replace_text(path: Path, text: str) -> None:
     """Write a file beside its place, then put it there: a reader sees the old one or the new one, never half of it."""
     beside = path.with_name(path.name + ".part")
-    with open(beside, "w", encoding="utf-8") as file:
+    with open(beside, "w", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
