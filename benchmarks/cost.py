@@ -103,8 +103,8 @@ class Table:
         new.replace(path)
 
 
-def measure_sizes(table: Table, cell: str, preset: str) -> None:
-    """Per-step time at each size and chunk length."""
+def measure_sizes(table: Table, cell: str, preset: str, only: list[str] | None = None) -> None:
+    """Per-step time at each size and chunk length; of all that fits, or of those named."""
     options = PRESETS[preset]
     for length in options["lengths"]:
         for hidden, streams in options["sizes"]:
@@ -114,8 +114,10 @@ def measure_sizes(table: Table, cell: str, preset: str) -> None:
             chosen = estimators(model, streams, length, LARGEST[preset])
             if hidden > 256 or cell != "lstm":  # the rest is measured at the smaller sizes
                 chosen = {name: est for name, est in chosen.items() if name in MAIN}
+            if only is not None:
+                chosen = {name: est for name, est in chosen.items() if name in only}
             programs = {name: compiled(est, params, chunk, streams) for name, est in chosen.items()}
-            if cell != "gru":
+            if cell != "gru" and only is None:
                 state = (jnp.zeros((streams, hidden)), jnp.zeros((streams, hidden)))
                 programs["hand-written scan"] = prepare(handwritten_bptt(cell, hidden), params, state, chunk, None)
             seconds = take_turns(programs, options["repeats"])
@@ -205,14 +207,15 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", choices=("vanilla", "lstm", "gru"), default=["lstm", "vanilla"])
     parser.add_argument("--all", action=argparse.BooleanOptionalAction, default=True, help="memory, growth, RTRL")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--pair", action="store_true", help="bptt and uoro alone, which share the caches with no other")
     arguments = parser.parse_args()
     table = Table()
-    path = arguments.out / f"cost_{arguments.preset}.csv"
+    path = arguments.out / f"cost_{arguments.preset}{'_pair' if arguments.pair else ''}.csv"
     print(f"{table.device}, jax {jax.__version__}, float32 with the default matrix precision")
     for cell in arguments.cells:
-        measure_sizes(table, cell, arguments.preset)
+        measure_sizes(table, cell, arguments.preset, ["bptt", "uoro"] if arguments.pair else None)
         table.write(path)
-    if arguments.all:
+    if arguments.all and not arguments.pair:
         measure_memory(table, arguments.cells[0], arguments.preset)
         measure_growth(table, arguments.cells[0], arguments.preset)
         measure_rtrl(table, arguments.preset)
