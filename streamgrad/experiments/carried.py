@@ -350,8 +350,9 @@ def begin_folder(folder: Path, config: Config, resume: bool) -> None:
         raise ValueError(f"the folder {folder} has a run already: choose another, or resume it.")
     if noted.exists() and (found := differences(json.loads(noted.read_text()), made)):
         raise ValueError(f"the run in {folder} is another one: {'; '.join(found)}.")
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_text(noted, json.dumps(made, indent=2) + "\n")
+    if not noted.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(noted, json.dumps(made, indent=2) + "\n")
 
 
 def write(path: Path, resume: bool, rows: Callable[[], Iterator[dict[str, Any]]]) -> None:
@@ -369,7 +370,7 @@ def write(path: Path, resume: bool, rows: Callable[[], Iterator[dict[str, Any]]]
 
 EXPERIMENT = Experiment(
     "carried",
-    "beyond the paper: Q_0 and alpha from past windows, against GIR and against those that see the future",
+    "Beyond the paper: Q_0 and alpha from past windows, against GIR and against those that see the future",
     PRESETS,
     run,
     sections,

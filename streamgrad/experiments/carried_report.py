@@ -148,7 +148,7 @@ def training_section(paths: list[Path]) -> Section:
 def _curves(rows: list[dict[str, Any]], names: list[str], column: str) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.8), layout="constrained")
     ax = figure.subplots()
     for name in names:
         mine = [row for row in rows if row["setting"] == name]
@@ -162,7 +162,7 @@ def _curves(rows: list[dict[str, Any]], names: list[str], column: str) -> Any:
         ax.set_yscale("log")
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25, linewidth=0.6)
-    ax.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", frameon=False, fontsize=8)
     return figure
 
 
