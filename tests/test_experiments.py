@@ -223,7 +223,7 @@ def test_variance_runs_resumes_and_reports(tmp_path):
 def test_ablation_runs_from_the_command_line(tmp_path, capsys):
     options = ["--preset", "smoke", "--out", str(tmp_path), "--no-checkpoints"]
     assert command.main(["ablation", *options, "--settings", "temporal", "both"]) == 0
-    assert "both: 8 of 8" in capsys.readouterr().out
+    assert "both: 8 of 8" in capsys.readouterr().err
     (section,) = ablation.EXPERIMENT.sections(tmp_path / "ablation")
     final = [float(row[2].split(" ")[0]) for row in section.table.rows]
     assert len(section.figure.axes[0].lines) == 2 and np.all(np.isfinite(final))

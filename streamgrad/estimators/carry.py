@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from streamgrad.checks import check_choice, check_size
+from streamgrad.checks import check_choice, check_decay, check_size
+from streamgrad.variance.optimal_q import check_damping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +79,8 @@ def carried(
             check_size(**{name: value})
     check_size(least=2, window=window)
     check_size(refresh=refresh)
-    for name, value, most in (("decay", decay, 1.0), ("damping", damping, float("inf"))):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
-            raise ValueError(f"{name} must be a number of at least 0 and below {most:g}, not {value!r}.")
+    check_decay(decay)
+    check_damping(damping)
     check_choice("q0", q0, ("full", "diagonal", "none"))
     check_choice("alpha", alpha, ("optimal", "gir", "greedy"))
     check_choice("statistics", statistics, ("reverse", "appendix_f"))

@@ -11,16 +11,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from streamgrad.experiments.base import Progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run an experiment; returns the exit code."""
     # LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from streamgrad.cli.progress import show_progress
     from streamgrad.experiments import EXTRA, MODULES, find_experiment
     from streamgrad.experiments.reproduce import check_run, record
 
@@ -53,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = dataclasses.replace(config, settings=_chosen(config.settings, options.settings))
         check_run(options.out, options.preset)
         begun = time.monotonic()
-        experiment.run(config, options.out / options.name, _lines(), options.resume, options.data)
+        with show_progress() as progress:
+            experiment.run(config, options.out / options.name, progress, options.resume, options.data)
         command = shlex.join(["python", "-m", "streamgrad.experiments", *(sys.argv[1:] if argv is None else argv)])
         data = None if options.data is None else str(options.data)
         record(options.out, experiment, options.preset, config, time.monotonic() - begun, command, data)
@@ -69,19 +67,6 @@ def _chosen(settings: Sequence, names: Sequence[str]) -> tuple:
     if wrong:
         raise ValueError(f"settings must be among {', '.join(known)}, not {', '.join(wrong)}.")
     return tuple(known[name] for name in names)
-
-
-def _lines(every_seconds: float = 10.0) -> "Progress":
-    begun, last = time.monotonic(), {}
-
-    def show(setting: str, done: int, of: int, words: str) -> None:
-        now = time.monotonic() - begun
-        if done < of and now - last.get(setting, -every_seconds) < every_seconds:
-            return
-        last[setting] = now
-        print(f"{now:7.1f} s  {setting}: {done} of {of}, {words}", flush=True)
-
-    return show
 
 
 if __name__ == "__main__":

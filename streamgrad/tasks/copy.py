@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from streamgrad import heads
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, Info
-from streamgrad.checks import check_size
+from streamgrad.checks import check_decay, check_size
 from streamgrad.tasks.base import Task
 
 
@@ -74,8 +74,7 @@ def copy(
     check_size(first=first, longest=longest, batch_size=batch_size, length=length)
     if first > longest:
         raise ValueError(f"first must not be more than longest, {longest}, but it is {first}.")
-    if not isinstance(decay, float | int) or not 0 <= decay < 1:
-        raise ValueError(f"decay must be a number of at least 0 and below 1, not {decay!r}.")
+    check_decay(decay)
     if not isinstance(threshold, float | int) or not threshold > 0:
         raise ValueError(f"threshold must be a positive number, not {threshold!r}.")
     chance = math.log(symbols)
