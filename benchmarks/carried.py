@@ -35,7 +35,7 @@ def settings(model: sg.Model, length: int) -> dict[str, sg.GradientEstimator]:
         "carried, episodes": sg.uoro(model, carry=carried(episode=length)),
         "carried, episodes, diagonal": sg.uoro(model, carry=carried(episode=length, q0="diagonal")),
         "carried, streams": sg.uoro(model, carry=carried(window=length)),
-        "carried, streams, diagonal": sg.uoro(model, carry=carried(window=length, q0="diagonal")),
+        "carried, streams, full": sg.uoro(model, carry=carried(window=length, q0="full")),
         "carried, streams, 4 windows": sg.uoro(model, carry=carried(window=4 * length)),
     }
 

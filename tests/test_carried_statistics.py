@@ -1,4 +1,4 @@
-"""B̂, Ĉ and the sums over lags are unbiased over the step q they start from; the α of a stream solves its problem."""
+"""B̂ and Ĉ are unbiased over the step q that the reverse pass starts from."""
 
 import functools
 
@@ -91,24 +91,6 @@ def test_c_is_unbiased(cell, groups, reset, diagonal):
     np.testing.assert_allclose(again, got, rtol=1e-12)
 
 
-@pytest.mark.parametrize("cell, groups, reset", CASES)
-def test_lag_sums_are_unbiased(cell, groups, reset):
-    ep, partition, backs, resets = collected(cell, groups, reset)
-    q0 = block_q0(partition)
-    c = jnp.moveaxis(sg.variance.c_matrix(ep, q0, groups=groups, per_group=True), 0, -1)
-    lags = jax.tree.map(
-        lambda leaf: jnp.mean(leaf, axis=0),
-        jax.vmap(lambda back: carried.estimate_lags(spatial_of(partition, q0), back, LENGTH + 2))(backs),
-    )
-    episode = np.cumsum(resets)
-    for lag in range(LENGTH):
-        pairs = [(q, q - lag) for q in range(lag, LENGTH)]
-        np.testing.assert_allclose(lags.c[lag], sum(c[q, r] for q, r in pairs), rtol=1e-10)
-        assert lags.same[lag] == pytest.approx(sum(episode[q] == episode[r] for q, r in pairs))
-        assert lags.pairs[lag] == pytest.approx(len(pairs))
-    assert not np.any(lags.c[LENGTH:]) and not np.any(lags.pairs[LENGTH:])
-
-
 def test_a_window_that_is_not_full():
     """Steps that are not there yet change nothing."""
     model = make_model("vanilla")
@@ -135,47 +117,3 @@ def test_every_step_has_its_turn():
     for filled in (10, 9, 1):  # a window that chunks do not fill to its end
         found = sorted(int(in_turns(jnp.array(k), 12, filled)) for k in range(3 * filled))
         assert found == sorted(3 * list(range(filled)))
-
-
-def objective(x, fade, survive):
-    """f of `geometric_gamma` for c_l = fade^l over 200 lags, and resets that spare a fraction `survive` of any step."""
-    lag = np.arange(20000)
-    return np.sum(np.exp(lag[:200] * (np.log(fade) + x))) + np.sum(np.exp(lag[1:] * (np.log(survive) - x)))
-
-
-@pytest.mark.parametrize("fade, survive", [(0.5, 1.0), (0.9, 1.0), (0.6, 0.8), (0.97, 0.5)])
-def test_gamma_is_where_f_is_smallest(fade, survive):
-    lags = np.arange(200.0)
-    gamma, good = carried.geometric_gamma(
-        jnp.asarray(2 * fade**lags), jnp.asarray(2 * survive**lags), jnp.full(200, 2.0)
-    )
-    assert good
-    x = 2 * np.log(float(gamma))
-    here = objective(x, fade, survive)
-    assert here < min(objective(x + d, fade, survive) for d in (-1e-4, 1e-4))
-    assert (gamma > 1) == (fade < survive)
-
-
-def test_gamma_is_the_slope_of_the_optimal_alpha():
-    """In the middle of a long window with C[q, r] of the lag alone, equilibration finds the same geometric α."""
-    length, fade = 120, 0.8
-    lag = np.arange(length)[:, None] - np.arange(length)[None, :]
-    c = np.where(lag > 0, fade ** np.maximum(lag, 0), 1.0)
-    alpha = sg.variance.optimal_alpha(c).alpha
-    middle = alpha[length // 2 - 5 : length // 2 + 5]
-    lags = jnp.asarray(fade ** np.arange(64.0))
-    gamma, _ = carried.geometric_gamma(lags, jnp.ones(64), jnp.ones(64))
-    np.testing.assert_allclose(middle[:-1] / middle[1:], gamma, rtol=0.01)
-
-
-@pytest.mark.parametrize("c", [np.zeros(8), np.full(8, np.nan), -np.ones(8)])
-def test_senseless_sums(c):
-    gamma, good = carried.geometric_gamma(jnp.asarray(c), jnp.ones(8), jnp.ones(8))
-    assert not good and gamma == 1
-    gamma, good = carried.geometric_gamma(jnp.ones(8), jnp.zeros(8), jnp.zeros(8))
-    assert not good and gamma == 1
-
-
-def test_gamma_of_a_network_without_memory_is_the_largest():
-    gamma, good = carried.geometric_gamma(jnp.eye(8)[0], jnp.ones(8), jnp.ones(8))
-    assert good and gamma == pytest.approx(carried.LARGEST_GAMMA, rel=1e-6)

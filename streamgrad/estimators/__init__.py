@@ -7,7 +7,7 @@ from streamgrad.estimators.noise import Noise, find_noise
 from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.registry import REGISTRY, Row, find_estimator, markdown_table
 from streamgrad.estimators.reinforce import reinforce, with_sigma
-from streamgrad.estimators.rescale import Rescaling, geometric, given, greedy
+from streamgrad.estimators.rescale import Rescaling, given, greedy
 from streamgrad.estimators.rtrl import rtrl
 from streamgrad.estimators.shaping import Shaping, shaping
 from streamgrad.estimators.spatial_rtrl import spatial_rtrl
@@ -25,7 +25,6 @@ __all__ = [
     "carried",
     "find_estimator",
     "find_noise",
-    "geometric",
     "given",
     "greedy",
     "markdown_table",

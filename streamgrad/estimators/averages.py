@@ -9,7 +9,7 @@ import numpy as np
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.estimators.groups import Groups
 from streamgrad.estimators.shaping import Shaping
-from streamgrad.variance.carried import Window, geometric_gamma
+from streamgrad.variance.carried import Window
 from streamgrad.variance.equilibrate import optimal_alpha
 from streamgrad.variance.optimal_q import optimal_q0
 from streamgrad.variance.shaping import same_group
@@ -27,9 +27,6 @@ class Averages(NamedTuple):
       c: for episodes C over positions, its rows below the diagonal as often as they were seen.
       visits: how often, for each position.
       steps: how many steps a window has at each position.
-      lags: for streams the sums of C over pairs at each lag.
-      same: pairs at each lag without a reset between them.
-      pairs: pairs at each lag.
     """
 
     weight: Float[Array, ""]
@@ -37,9 +34,6 @@ class Averages(NamedTuple):
     c: Float[Array, "L L G"] | None = None
     visits: Float[Array, " L"] | None = None
     steps: Float[Array, " L"] | None = None
-    lags: Float[Array, "W G"] | None = None
-    same: Float[Array, " W"] | None = None
-    pairs: Float[Array, " W"] | None = None
 
 
 class Gathered(NamedTuple):
@@ -61,7 +55,7 @@ class CarriedShared(NamedTuple):
 
     Attributes:
       shaping: Q_0 and its inverse, or None.
-      alpha: α for each position, `[L, G]`; γ of a stream, `[G]`; or None.
+      alpha: for episodes α of each position, `[L, G]`, or None.
       ready: whether the next chunk uses them, or the identity and GIR.
       solved: whether they make sense.
       windows: how many windows there have been.
@@ -101,10 +95,6 @@ def solve(groups: Groups, damping: float, shared: CarriedShared) -> CarriedShare
     if averages.c is not None:
         alpha, sound = solve_alpha(averages, weight)
         good &= sound
-    elif averages.lags is not None:
-        assert averages.same is not None and averages.pairs is not None
-        alpha, sound = jax.vmap(geometric_gamma, in_axes=(1, None, None))(averages.lags, averages.same, averages.pairs)
-        good &= jnp.all(sound)
     good &= all_finite((shaping, alpha))
     kept = (shared.shaping, shared.alpha)
     shaping, alpha = jax.tree.map(lambda new, old: jnp.where(good, new, old), (shaping, alpha), kept)

@@ -18,8 +18,8 @@ class Carry:
     refresh: int = 10
     streams: int | None = 1
     least: int | None = None
-    q0: str = "full"
-    alpha: str = "optimal"
+    q0: str = "diagonal"
+    alpha: str = "gir"
     statistics: str = "reverse"
 
     @property
@@ -38,8 +38,8 @@ def carried(
     refresh: int = 10,
     streams: int | None = 1,
     least: int | None = None,
-    q0: str = "full",
-    alpha: str = "optimal",
+    q0: str | None = None,
+    alpha: str | None = None,
     statistics: str = "reverse",
 ) -> Carry:
     """Q_0 and α for `uoro(carry=...)` and `preuoro(carry=...)`, from what past windows have shown.
@@ -50,10 +50,13 @@ def carried(
     and used for the next. Until enough passes have been made, and whenever an average makes no sense, Q_0 is the
     identity and α is that of GIR. All of it is state.
 
+    On endless streams only Q_0 is carried over, and GIR chooses γ and β. An α that does not look at the two factors
+    cannot keep them balanced for ever: where γ ρ(dh/dh) > 1 the tangent grows without bound while the cotangent
+    shrinks. The product stays unbiased, but its variance diverges.
+
     Args:
       episode: T, where every episode has at most that many steps: α is then one number for each position in it, and the
-        window is the chunk, which should be a whole episode. None for endless streams: α is geometric, one γ for each
-        group, and the window is `window` steps long.
+        window is the chunk, which should be a whole episode. None for endless streams: the window is `window` steps.
       window: for streams, how many steps a reverse pass goes back. Chunks that are shorter are gathered until they fill
         it; influence from before the window is not seen.
       decay: of the averages, for each window. Fewer streams need a longer memory.
@@ -61,8 +64,10 @@ def carried(
       refresh: after how many windows Q_0 and α are solved anew.
       streams: how many streams of a batch are watched, in turns; None for all.
       least: how many reverse passes before the averages are used; by default 16, or as many as an episode has steps.
-      q0: "full" (a block for each group), "diagonal" (cheap where there are many preactivations), or "none".
-      alpha: "optimal", or one that needs no statistics beside Q_0: "gir", or "greedy" (Appendix D).
+      q0: "full" (a block for each group), "diagonal" (cheap where there are many preactivations), or "none"; by default
+        full for episodes and diagonal for streams, where a full one gains no more and can lose.
+      alpha: "optimal" (for episodes, their default), or one that looks at the two factors at every step: "gir" (the
+        default for streams), or "greedy" (Appendix D).
       statistics: where B comes from: "reverse", or "appendix_f", the paper's own online estimator, which is of rank two
         and too noisy to help; it is here to compare with, needs `episode`, and with `alpha="gir"` no reverse pass.
 
@@ -81,11 +86,15 @@ def carried(
     check_size(refresh=refresh)
     check_decay(decay)
     check_damping(damping)
+    q0 = q0 or ("diagonal" if episode is None else "full")
+    alpha = alpha or ("gir" if episode is None else "optimal")
     check_choice("q0", q0, ("full", "diagonal", "none"))
     check_choice("alpha", alpha, ("optimal", "gir", "greedy"))
     check_choice("statistics", statistics, ("reverse", "appendix_f"))
     if statistics == "appendix_f" and (episode is None or q0 == "none"):
         raise ValueError("statistics='appendix_f' estimates B of whole episodes: give episode, and a q0 to use it for.")
+    if alpha == "optimal" and episode is None:
+        raise ValueError("alpha='optimal' has a value for each position in an episode: give episode, or alpha='gir'.")
     if q0 == "none" and alpha != "optimal":
         raise ValueError(f"with q0='none' and alpha={alpha!r} there is nothing to carry over: use rescale={alpha!r}.")
     return Carry(episode, window, decay, damping, refresh, streams, least, q0, alpha, statistics)

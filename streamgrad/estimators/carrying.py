@@ -1,10 +1,11 @@
 """Q_0 and α carried over from past windows: the estimator's side of it. The mathematics is in `variance.carried`.
 
-Two estimators are made of the same parts, one with Q_0 and α from the statistics, one with the identity and GIR, and a
-flag in the shared state chooses between them for each chunk. Since all streams share the flag, only the chosen one is
-computed: once the statistics are used, GIR's norms cost nothing. After each update `learn` looks back over a window of
-the streams it watches. What it finds depends on data and parameters, not on the noise of the window, and is not used
-before the next; which stream is watched, and from which step the reverse pass starts, go by turns.
+A flag in the shared state says for each chunk whether what is carried over is used. Where that is Q_0 alone, Q_0 is the
+identity until then. Where it is α as well, there are two estimators of the same parts, the other one with GIR, and only
+the chosen one is computed: once the statistics are used, GIR's norms cost nothing.
+
+After each update `learn` looks back over a window of the streams it watches. What it finds is not used before the next
+window; which stream is watched, and from which step the reverse pass starts, go by turns.
 """
 
 import functools
@@ -27,7 +28,6 @@ from streamgrad.estimators.rescale import (
     Scales,
     Terms,
     find_rescaling,
-    geometric,
     given,
     total_log_alpha,
 )
@@ -38,22 +38,23 @@ from streamgrad.variance.carried import (
     Window,
     estimate_b,
     estimate_c,
-    estimate_lags,
     go_back,
 )
 from streamgrad.variance.online_b import draw_b_noise
 from streamgrad.variance.online_b import estimate_b as estimate_b_online
 from streamgrad.variance.shaping import Spatial
 
-# A tangent this large comes of a γ that has outlived its dynamics; GIR brings it back.
-_LARGEST_TANGENT = 1e12
+# An α that is carried over does not look at the two factors. A tangent this many times as large as GIR would make it,
+# or as small, comes of an α that has outlived its dynamics; GIR brings it back.
+_LARGEST_IMBALANCE = 100.0
 
 
 def carried_rescaling(carry: Carry) -> Rescaling:
     """How γ and β follow from the α that is carried over."""
     if carry.alpha != "optimal":
         return find_rescaling(carry.alpha)
-    return geometric() if carry.episode is None else given(np.ones(carry.episode))
+    assert carry.episode is not None
+    return given(np.ones(carry.episode))
 
 
 def until_ready(rescaling: Rescaling) -> Rescaling:
@@ -67,12 +68,14 @@ def until_ready(rescaling: Rescaling) -> Rescaling:
     return rescaling._replace(name="gir", coefficients=coefficients, uses_norms=True)
 
 
-def switched(when_ready: Parts, otherwise: Parts, view: Callable[[Shaping | None, Array | None], PyTree]) -> Parts:
+def switched(
+    when_ready: Parts, otherwise: Parts | None, view: Callable[[Shaping | None, Array | None], PyTree]
+) -> Parts:
     """One of two `parts`, by the flag in the shared state.
 
     Args:
       when_ready: with Q_0 and α.
-      otherwise: with the identity and GIR.
+      otherwise: with the identity and GIR; None where α is not carried over, and only Q_0 differs.
       view: `view(shaping, alpha)`, what the parts call shared.
 
     Returns:
@@ -90,13 +93,22 @@ def switched(when_ready: Parts, otherwise: Parts, view: Callable[[Shaping | None
 
             return run
 
-        summands, cell, memory, info = jax.lax.cond(
-            shared.ready, branch(when_ready, shared.shaping), branch(otherwise, None), state.cell, state.memory
-        )
+        if otherwise is None:
+            shaping = jax.tree.map(lambda q: jnp.where(shared.ready, q, identity_like(q)), shared.shaping)
+            summands, cell, memory, info = branch(when_ready, shaping)(state.cell, state.memory)
+        else:
+            summands, cell, memory, info = jax.lax.cond(
+                shared.ready, branch(when_ready, shared.shaping), branch(otherwise, None), state.cell, state.memory
+            )
         flag = jnp.broadcast_to(shared.ready.astype(info.loss.dtype), info.loss.shape)
         return summands, EstimatorState(cell, memory, shared), Info(info.loss, {**info.diagnostics, "carried": flag})
 
     return parts
+
+
+def identity_like(q0: Array) -> Array:
+    """The identity as a matrix or as a diagonal."""
+    return jnp.ones_like(q0) if q0.ndim == 1 else jnp.eye(len(q0), dtype=q0.dtype)
 
 
 def watched(influence: Influence) -> Influence:
@@ -162,12 +174,10 @@ def make_learner(
             shaping = Shaping(jnp.ones(size, dtype), jnp.ones(size, dtype))
         if shaping is not None:
             averages = averages._replace(b=jnp.zeros_like(shaping.q0))
-        if optimal and length is not None:
+        if optimal:
+            assert length is not None
             alpha, each = jnp.ones((length, count), dtype), jnp.zeros(length, dtype)
             averages = averages._replace(c=jnp.zeros((length, length, count), dtype), visits=each, steps=each)
-        elif optimal:
-            alpha, each = jnp.ones(count, dtype), jnp.zeros(carry.window, dtype)
-            averages = averages._replace(lags=jnp.zeros((carry.window, count), dtype), same=each, pairs=each)
         if length is None and carry.streams is not None:
             gathered = empty_window(dtype, carry.streams)
         no, none = jnp.zeros((), bool), jnp.zeros((), jnp.int32)
@@ -189,10 +199,8 @@ def make_learner(
         """log α of a window: what is carried over, or what the estimator used."""
         if not optimal:
             return total_log_alpha(scales[:, 0], scales[:, 1])
-        assert shared.alpha is not None
-        if position is not None:
-            return jnp.log(shared.alpha)[position]
-        return -jnp.arange(len(scales)).astype(shared.alpha.dtype)[:, None] * jnp.log(shared.alpha)[None]
+        assert shared.alpha is not None and position is not None
+        return jnp.log(shared.alpha)[position]
 
     def statistics(params: Params, shared: CarriedShared, turn: Array, filled: Any, watched: tuple) -> Averages:
         """What one window of one stream adds."""
@@ -209,12 +217,7 @@ def make_learner(
         back = go_back(model, params, groups, window, in_turns(turn, len(scales), filled), filled)
         if carry.q0 != "none" and carry.statistics == "reverse":
             found = found._replace(b=estimate_b(groups, back, log_alpha, carry.q0 == "diagonal"))
-        if optimal and position is not None:
-            return by_position(found, shared, back, position)
-        if optimal:
-            lags = estimate_lags(spatial(shared.shaping), back, carry.window)
-            found = found._replace(lags=lags.c, same=lags.same, pairs=lags.pairs)
-        return found
+        return found if position is None else by_position(found, shared, back, position)
 
     def by_position(found: Averages, shared: CarriedShared, back: Back, position: Int[Array, " T"]) -> Averages:
         assert length is not None
@@ -269,7 +272,7 @@ def make_learner(
             shared = observe(params, shared, (window, scales, position, take(chunk)), steps)
         else:
             shared = gather(params, shared, window, scales)
-        calm = jnp.all(jnp.abs(after.memory.tangent) < _LARGEST_TANGENT)
+        calm = balanced(after.memory) if optimal else jnp.ones((), bool)
         return shared._replace(ready=shared.solved & calm), Info(info.loss, diagnostics)
 
     def gather(params: Params, shared: CarriedShared, window: Window, scales: Array) -> CarriedShared:
@@ -333,6 +336,20 @@ def _positions(start: Int[Array, ""], reset: Bool[Array, " T"], length: int) -> 
     t = jnp.arange(reset.shape[0])
     begun = jax.lax.cummax(jnp.where(reset, t, -1))
     return jnp.minimum(jnp.where(begun >= 0, t - begun, start + t), length - 1)
+
+
+def balanced(memory: Any) -> Bool[Array, ""]:
+    """Whether in every stream tangent and cotangent are within a factor of what GIR would make of them."""
+
+    def square(tree: PyTree) -> Float[Array, " B"]:
+        return sum((jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(tree)), jnp.zeros(()))
+
+    # GIR's tangent has the norm sqrt(‖h̃‖ ‖w̃‖); hence a fourth power of ratios of squares.
+    tangent, cotangent = square(memory.tangent), square(memory.cotangent)
+    limit = jnp.asarray(_LARGEST_IMBALANCE, tangent.dtype) ** 2
+    apart = jnp.sqrt(tangent) / jnp.sqrt(jnp.where(cotangent > 0, cotangent, 1))
+    empty = (tangent == 0) | (cotangent == 0)
+    return jnp.all(empty | ((apart < limit) & (apart > 1 / limit)))
 
 
 def _stored(dtype: Any, real: Any) -> Any:

@@ -89,7 +89,7 @@ def preuoro(
     source = find_noise(noise)
     chosen = find_carry(carry, cut, rescale, None)
     if chosen is not None and (chosen.alpha, chosen.statistics) != ("optimal", "reverse"):
-        raise ValueError("preuoro can carry over alpha alone: carried(alpha='optimal', statistics='reverse').")
+        raise ValueError("preuoro can carry over alpha alone, for episodes: carry=carried(episode=T).")
     rescaling = find_rescaling(rescale) if chosen is None else carried_rescaling(chosen)
     check_choice("immediate", immediate, ("estimated", "exact"))
     layout = cuts.layout(model.cell, vertex)

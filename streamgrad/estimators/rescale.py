@@ -225,38 +225,6 @@ def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
     return Rescaling("given", shared, lambda groups, dtype: jnp.zeros((), jnp.int32), coefficients, last + 1)
 
 
-def geometric(gamma: Any = 1.0) -> Rescaling:
-    """Rescaling by α_s = γ^(T-s), on and on: the form that the optimal α of a stationary stream has.
-
-    Args:
-      gamma: γ, a number, or `[G]` for one per group; positive. Above 1 the stream forgets.
-
-    Returns:
-      The rescaling, with β = 1.
-
-    Example:
-      >>> import streamgrad as sg
-      >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.softmax(2))
-      >>> est = sg.uoro(model, rescale=sg.estimators.geometric(1.1))
-    """
-    shape = np.shape(gamma)
-    if len(shape) > 1:
-        raise ValueError(f"gamma must be a number, or one for each group, not of shape {shape}.")
-    if not is_traced(gamma) and not np.all(np.isfinite(gamma) & (np.asarray(gamma) > 0)):
-        raise ValueError("gamma must be finite and positive.")
-
-    def shared(groups: int, dtype: Any) -> Float[Array, " G"]:
-        if shape not in ((), (1,), (groups,)):
-            raise ValueError(f"gamma has {np.size(gamma)} entries, but there are {groups} groups.")
-        return jnp.broadcast_to(jnp.asarray(gamma, dtype), (groups,))
-
-    def coefficients(gamma: Float[Array, " G"], memory: PyTree, terms: Terms) -> tuple[Scales, Scales, PyTree]:
-        one = jnp.ones_like(terms.propagated)
-        return Scales(gamma, 1 / gamma), Scales(one, one), memory
-
-    return Rescaling("geometric", shared, _nothing, coefficients)
-
-
 def total_log_alpha(gamma: Float[Array, "T G"], beta: Float[Array, "T G"]) -> Float[Array, "T G"]:
     """log of α_s = β_s γ_{s+1} … γ_T, what the coefficients of a chunk amount to.
 

@@ -133,7 +133,8 @@ def uoro(
     begin, parts, sum_up = parts_with(rescaling)
     if chosen is None:
         return estimator(model, begin, parts, sum_up, check)
-    parts = switched(parts, parts_with(until_ready(rescaling))[1], UoroShared)
+    otherwise = parts_with(until_ready(rescaling))[1] if chosen.alpha == "optimal" else None
+    parts = switched(parts, otherwise, lambda shaping, alpha: UoroShared(shaping, alpha))
     return carried_estimator(model, partition, chosen, begin, parts, sum_up, check, groups)
 
 

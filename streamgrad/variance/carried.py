@@ -1,4 +1,4 @@
-"""B and C of a window from one reverse pass, and the α of an endless stream: what past windows tell of the next.
+"""B and C of a window from one reverse pass: what past windows tell of the next.
 
 B and C are sums over pairs of steps (q, r) of what g_{q,r} = Σ_{t>=q} b_r^(t) makes. Two gradients that one reverse
 pass takes back together give an unbiased estimate of both:
@@ -26,9 +26,6 @@ from streamgrad.base import Model, Params
 from streamgrad.estimators.groups import Groups
 from streamgrad.variance.shaping import Spatial, group_norms, row_squares, same_group
 from streamgrad.variance.sweep import same_episode
-
-# γ of an endless stream is sought between this and its inverse: beyond, next to nothing is left after a few steps.
-LARGEST_GAMMA = 4.0
 
 
 class Window(NamedTuple):
@@ -183,113 +180,3 @@ def estimate_c(spatial: Spatial, back: Back) -> CEstimate:
     causal = np.triu(np.ones((size, size), bool)) & same_episode(back.episode)  # [p, r]
     known = jnp.where(causal[:, :, None], weights[:, None] * total[None], 0)
     return CEstimate(known, weights[back.start][None] * row)
-
-
-class Lags(NamedTuple):
-    """Sums over the pairs of steps (q, q - l) of a window, for each lag l >= 0.
-
-    Attributes:
-      c: of C[q, q - l], for each group.
-      same: how many of the pairs have no reset between them.
-      pairs: how many there are.
-    """
-
-    c: Float[Array, "L G"]
-    same: Float[Array, " L"]
-    pairs: Float[Array, " L"]
-
-
-def estimate_lags(spatial: Spatial, back: Back, count: int) -> Lags:
-    """The sums of C over the pairs at each lag, unbiased over q: T times the row of q, read backwards from q.
-
-    Args:
-      spatial: as in `estimate_c`.
-      back: from `go_back`.
-      count: how many lags, from 0 on.
-
-    Returns:
-      The sums.
-    """
-    estimate = estimate_c(spatial, back)
-    q = back.start
-    row = estimate.row.at[q].set(estimate.known[q, q])
-    lag = jnp.arange(count)
-    there = lag <= q
-    r = jnp.where(there, q - lag, 0)
-    pairs = back.length * there
-    same = pairs * (back.episode[r] == back.episode[q])
-    return Lags(back.length * jnp.where(there[:, None], row[r], 0), same, pairs)
-
-
-def geometric_gamma(
-    c: Float[Array, " L"], same: Float[Array, " L"], pairs: Float[Array, " L"]
-) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-    """The optimal α of an endless stream, which is geometric: α_s = γ^(T-s), β = 1.
-
-    Let C[q, r] depend on the lag q - r alone, as it does on average in a stationary stream. With ζ = log α²,
-
-        V = Σ_{q,r} exp(ζ_r - ζ_q) C[q, r]
-
-    per unit of time is convex in ζ, as a sum of exponentials of linear functions, and does not change when ζ is shifted
-    in time. Let ζ be a minimiser with bounded increments. The mean of its shifts by 0 … n-1 steps is no worse, by
-    convexity, and its increments δ_s are means of n consecutive increments of ζ, so that δ_{s+1} - δ_s is at most 2/n
-    times their bound. For n to infinity the increments become constant: there is a minimiser that is linear in time,
-    ζ_s = const - x s, and α is geometric. What remains is one convex problem in one unknown, x = 2 log γ:
-
-        f(x) = Σ_{l>=0} c_l exp(l x) + c_0 Σ_{l>0} p_l exp(-l x)
-
-    where c_l is the mean of C[q, q - l]. Pairs with r > q are known from causality: g_{q,r} = g_{r,r} at any distance,
-    so that their mean is c_0 wherever no reset lies between, which is the fraction p_l of pairs. Beyond the lags that
-    were seen, c_l counts as zero, and p_l goes on as if resets had no memory. Without resets p_l = 1 for all l, and
-    γ > 1: an endless stream must forget.
-
-    Args:
-      c: sum of C over the pairs at each lag, or its average over windows.
-      same: number of pairs without a reset between them, likewise.
-      pairs: number of pairs, likewise.
-
-    Returns:
-      γ, and whether the sums made sense; γ is 1 where they did not.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> lags = jnp.arange(32)
-      >>> gamma, good = geometric_gamma(0.5**lags, jnp.ones(32), jnp.ones(32))
-      >>> bool(good), 1.0 < float(gamma) < 2**0.5  # above, contributions would grow instead of fading
-      (True, True)
-    """
-    dtype = c.dtype
-    lag = jnp.arange(c.shape[0]).astype(dtype)
-    seen = pairs > 0
-    count = jnp.where(seen, pairs, 1)
-    mean = jnp.where(seen, c / count, 0)
-    fraction = jnp.where(seen, same / count, 0)
-    far = jnp.max(jnp.where(seen, jnp.arange(c.shape[0]), 0))
-    last, left = far.astype(dtype), fraction[far]
-    largest = 2 * jnp.log(jnp.asarray(LARGEST_GAMMA, dtype))
-
-    def log(x: Array) -> Array:
-        return jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1)), -jnp.inf)
-
-    log_plus, log_minus = log(lag * mean), log(lag * fraction)
-    log_zero, log_left = log(mean[0]), log(left)
-    log_rho = log_left / jnp.maximum(last, 1)
-
-    def climbs(x: Float[Array, ""]) -> Bool[Array, ""]:
-        """Whether f'(x) > 0; in logarithms, since exp(l x) leaves the range of any float."""
-        plus = jax.nn.logsumexp(log_plus + lag * x)
-        z = jnp.exp(jnp.minimum(log_rho - x, -1e-6))  # Σ_{k>0} (last + k) z^k
-        tail = log_left - last * x + jnp.log(jnp.maximum(last * z / (1 - z) + z / (1 - z) ** 2, jnp.finfo(dtype).tiny))
-        minus = jnp.logaddexp(jax.nn.logsumexp(log_minus - lag * x), tail)
-        return plus > log_zero + minus
-
-    def halve(_: Any, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bracket
-        middle = (low + high) / 2
-        up = climbs(middle)
-        return jnp.where(up, low, middle), jnp.where(up, middle, high)
-
-    lowest = jnp.maximum(-largest, log_rho + 1e-3)
-    low, high = jax.lax.fori_loop(0, 40, halve, (jnp.minimum(lowest, largest), largest))
-    good = (mean[0] > 0) & jnp.all(jnp.isfinite(mean)) & jnp.all(mean >= 0)
-    return jnp.where(good, jnp.exp((low + high) / 4), 1), good

@@ -1,0 +1,194 @@
+"""What carrying Q_0 over does on live streams: the loss that training reaches, and the variance along the way.
+
+    python -m benchmarks.live --text FILE --out benchmarks/results
+
+Streams run on and on; nothing is measured from a fresh state. Two tables, one row for each task, cell and number of
+groups, 3 seeds at once:
+
+- `live_training.csv`: each setting trains its own network, 5,000 updates: the loss over the last tenth, the largest
+  entry of a tangent and the largest gradient. `--frozen` repeats it at learning rate 0.
+- `live_variance.csv`: exact RTRL trains, and every setting watches the same streams from a state of its own.
+  E‖ĝ - g‖² / E‖g‖² over the second half of the run, for one stream: g is RTRL's gradient of the same chunk, with the
+  influence of the whole past.
+
+Tasks: "recall", the bit of 3 steps ago, an update at every step; "text", the next character, an update every 16 steps.
+"""
+
+import argparse
+import csv
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import streamgrad as sg
+from streamgrad.estimators import carried
+from streamgrad.tasks import find_task
+from streamgrad.tasks.base import Task
+
+CELLS = {"lstm": sg.cells.lstm, "gru": sg.cells.gru, "vanilla": sg.cells.vanilla}
+STREAMS, SEEDS = 16, 3
+SETTINGS: dict[str, Callable[[sg.Model, int], sg.GradientEstimator]] = {
+    "uoro": lambda model, groups: sg.uoro(model, groups=groups),
+    "carry": lambda model, groups: sg.uoro(model, groups=groups, carry=True),
+    "carry, full": lambda model, groups: sg.uoro(model, groups=groups, carry=carried(q0="full")),
+}
+
+
+# What people would use instead: with chunks of one step, the current step alone.
+TRAINED = {"backprop in the chunk": lambda model, groups: sg.bptt(model), **SETTINGS}
+
+
+class Problem(NamedTuple):
+    """A task with the sizes and the learning rate that go with it."""
+
+    task: Task
+    hidden: int
+    rate: float
+
+
+def find_problem(name: str, text: Path | None, hidden: int | None = None) -> Problem:
+    """The stream, the width of the network, and Adam's learning rate."""
+    if name == "recall":
+        return Problem(find_task("queue", delay=3, batch_size=STREAMS, length=1), hidden or 32, 4e-3)
+    if text is None:
+        raise SystemExit("the task text needs a file: --text FILE")
+    return Problem(find_task("text", path=text, batch_size=STREAMS, length=16), hidden or 64, 3e-3)
+
+
+def largest_tangent(state: sg.EstimatorState) -> jax.Array:
+    """The largest entry of UORO's tangents, over all streams; NaN for an estimator without."""
+    return jnp.max(jnp.abs(state.memory.tangent)) if hasattr(state.memory, "tangent") else jnp.asarray(jnp.nan)
+
+
+def square(tree: Any) -> jax.Array:
+    """‖tree‖²."""
+    return sum((jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)), start=jnp.zeros(()))
+
+
+def trained(
+    problem: Problem,
+    model: sg.Model,
+    driver: sg.GradientEstimator,
+    watchers: dict[str, sg.GradientEstimator],
+    updates: int,
+    rate: float,
+) -> dict[str, np.ndarray]:
+    """Train by `driver`; `watchers` follow the same streams. What each update showed, `[seeds, updates]`."""
+    task, optimizer = problem.task, optax.adam(rate)
+
+    def begin(key: jax.Array) -> tuple:
+        params = model.init(key)
+        states = {name: est.init(params) for name, est in watchers.items()}
+        return params, optimizer.init(params), driver.init(params), states, task.init(key)
+
+    def update(data: Any, carry: tuple, key: jax.Array) -> tuple[tuple, dict]:
+        params, optimizer_state, state, states, at = carry
+        data_key, key = jax.random.split(key)
+        chunk, at = task.sample(data, at, data_key)
+        grads, state, info = driver.update(params, state, chunk, key)
+        row = {"loss": jnp.mean(info.loss), "square": square(grads.cell)}
+        row["tangent"] = largest_tangent(state)
+        for name, est in watchers.items():
+            found, states[name], _ = est.update(params, states[name], chunk, key)
+            row[name] = square(jax.tree.map(jnp.subtract, found.cell, grads.cell))
+        step, optimizer_state = optimizer.update(
+            jax.tree.map(lambda leaf: leaf / task.length, grads), optimizer_state, params
+        )
+        return (optax.apply_updates(params, step), optimizer_state, state, states, at), row
+
+    @jax.jit
+    def many(data: Any, carry: tuple, keys: jax.Array) -> tuple[tuple, dict]:
+        # One seed after the other: under vmap both branches of a `cond` run, and Q_0 would be solved at every update.
+        return jax.lax.map(lambda one: jax.lax.scan(lambda c, k: update(data, c, k), *one), (carry, keys))
+
+    keys = jax.vmap(lambda seed: jax.random.split(jax.random.key(seed), updates + 1))(jnp.arange(SEEDS))
+    carry, rows = jax.vmap(begin)(keys[:, 0]), []
+    for first in range(1, updates + 1, 500):
+        carry, row = many(task.data, carry, keys[:, first : first + 500])
+        rows.append(jax.device_get(row))
+    return {name: np.concatenate([row[name] for row in rows], axis=1) for name in rows[0]}
+
+
+def train(problem: Problem, cell: str, groups: int, updates: int, frozen: bool, settings: dict) -> Iterator[dict]:
+    """Rows of `live_training.csv`."""
+    model = sg.Model(CELLS[cell](problem.task.n_in, problem.hidden), problem.task.head)
+    for name, make in settings.items():
+        est = sg.batched(make(model, groups), STREAMS)
+        begun = time.perf_counter()
+        found = trained(problem, model, est, {}, updates, 0.0 if frozen else problem.rate)
+        late = found["loss"][:, -updates // 10 :].mean(axis=1)
+        yield {
+            "task": problem.task.name,
+            "cell": cell,
+            "groups": groups,
+            "setting": name,
+            "rate": 0.0 if frozen else problem.rate,
+            **{f"loss_{seed}": f"{loss:.4f}" for seed, loss in enumerate(late)},
+            "largest_tangent": f"{found['tangent'].max():.4g}",
+            "largest_gradient": f"{np.sqrt(found['square'].max()):.4g}",
+            "seconds": f"{time.perf_counter() - begun:.1f}",
+        }
+
+
+def measure(problem: Problem, cell: str, groups: int, updates: int, frozen: bool, settings: dict) -> Iterator[dict]:
+    """Rows of `live_variance.csv`."""
+    model = sg.Model(CELLS[cell](problem.task.n_in, problem.hidden), problem.task.head)
+    watchers = {name: sg.batched(make(model, groups), STREAMS) for name, make in settings.items()}
+    found = trained(problem, model, sg.batched(sg.rtrl(model), STREAMS), watchers, updates, problem.rate)
+    half = updates // 2
+    loss = found["loss"][:, -updates // 10 :].mean()
+    signal = found["square"][:, half:].mean(axis=1)
+    for name in watchers:
+        errors = STREAMS * found[name][:, half:]
+        each = errors.mean(axis=1) / signal
+        yield {
+            "task": problem.task.name,
+            "cell": cell,
+            "groups": groups,
+            "setting": name,
+            "loss": f"{loss:.4f}",
+            **{f"error_{seed}": f"{value:.4g}" for seed, value in enumerate(each)},
+            "median_error": f"{np.median(errors) / signal.mean():.4g}",
+        }
+
+
+def main() -> None:
+    """Run, print rows as they come, and write the two files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, help="a text in UTF-8")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--updates", type=int, default=5000)
+    parser.add_argument("--tasks", nargs="+", default=["recall", "text"])
+    parser.add_argument("--cells", nargs="+", default=list(CELLS))
+    parser.add_argument("--groups", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--only", choices=["training", "variance"], help="one of the two tables")
+    parser.add_argument("--frozen", action="store_true", help="at learning rate 0")
+    parser.add_argument("--settings", nargs="+", default=list(TRAINED))
+    options = parser.parse_args()
+    parts: dict[str, Callable] = {"training": train, "variance": measure}
+    options.out.mkdir(parents=True, exist_ok=True)
+    for part in [options.only] if options.only else list(parts):
+        rows: list[dict] = []
+        for task, cell, groups in itertools.product(options.tasks, options.cells, options.groups):
+            # RTRL beside it: a network that is small enough.
+            problem = find_problem(task, options.text, 32 if part == "variance" else None)
+            known = TRAINED if part == "training" else SETTINGS
+            settings = {name: known[name] for name in options.settings if name in known}
+            for row in parts[part](problem, cell, groups, options.updates, options.frozen, settings):
+                print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+                rows.append(row)
+        with (options.out / f"live_{part}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
