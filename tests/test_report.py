@@ -40,7 +40,7 @@ def test_reproduce_prints_the_claims_and_the_page(tmp_path, capsys):
     assert main(["reproduce", "fake", "--preset", "smoke", "--out", str(folder), "--seed", "7"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == f"report: {folder / 'report.html'}"
-    assert [line.split("\t")[0] for line in out.splitlines()[:3]] == ["holds", "fails", "cannot tell"]
+    assert [line.split("\t")[0] for line in out.splitlines()[:3]] == ["holds", "fails", "undecided"]
     assert "fake: one: 3 of 3" in err
     record = json.loads((folder / "run.json").read_text())["experiments"]["fake"]
     assert record["done"] and record["config"]["seed"] == 7

@@ -42,7 +42,7 @@ def print_outcome(content: "Content", page: Path, as_json: bool) -> None:
 
 
 def outcome(content: "Content", page: Path) -> dict[str, Any]:
-    """What a program may want to know of a run; `holds` is true, false, or null where the numbers cannot tell."""
+    """What a program may want to know of a run; `holds` is true, false, or null for undecided."""
     claims = [
         {"experiment": name, "section": section.title, "claim": c.text, "holds": c.holds, "detail": c.detail}
         for name, section, c in content.claims

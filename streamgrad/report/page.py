@@ -16,7 +16,7 @@ from streamgrad.report.run import Run, load_run
 
 PAGE = "report.html"
 LARGEST_DOWNLOAD = 4_000_000  # bytes of one CSV file; a page must still open on a phone
-VERDICTS = {True: "holds", False: "fails", None: "cannot tell"}
+VERDICTS = {True: "holds", False: "fails", None: "undecided"}
 
 
 class Part(NamedTuple):
