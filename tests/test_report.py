@@ -184,3 +184,59 @@ def test_in_a_browser(run, browser, width, dark):
     assert [link for link in each("[href]", "e.getAttribute('href')") if link[:1] != "#" and link[:5] != "data:"] == []
     assert browser.requests == [(run / "report.html").resolve().as_uri()]
     assert browser.errors == []
+
+
+def write_training(folder, metrics, **changed):
+    folder.mkdir()
+    run = {"describe": {"cell": "gru", "hidden": 8, "estimator": "uoro", "task": "queue", "note": NASTY}}
+    run |= {"plan": {"updates": 40, "every": 10}, "versions": {"jax": "1"}, "device": {"platform": "cpu"}} | changed
+    (folder / "run.json").write_text(json.dumps(run))
+    if metrics is not None:
+        (folder / "metrics.csv").write_text(metrics)
+    return folder
+
+
+ROWS = "".join(f"{u},{s},{1 / u + s},{2.0 * u},{u - 20}\n" for u in (10, 20, 30) for s in (4, 7) if (u, s) != (30, 7))
+
+
+def test_a_training_run_has_a_report(tmp_path, capsys):
+    """Two seeds, of which one stopped, a column that is below 0, and half a row at the end."""
+    folder = write_training(tmp_path / "run", f"update,seed,loss,gradient_norm,extra\n{ROWS}30,7,0.")
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"report: {folder / 'report.html'}\n"
+    page = (folder / "report.html").read_text()
+    assert "gru of 8 units on the task queue, by uoro: 30 of 40 updates, 2 seeds." in page
+    assert "<script>" not in page and "seed 7" in page and "Other columns" in page
+    rows = [row.split("</td>")[:-1] for row in page.split("<tbody>")[1].split("<tr>")[1:]]
+    cells = [[cell.split(">")[-1] for cell in row] for row in rows]
+    assert [row[:2] for row in cells] == [["4", "30"], ["7", "20"]] and cells[0][4] == "4.03"
+    assert len(list((folder / "figures").glob("training-*.svg"))) == 3
+    assert main(["report", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"report": str(folder / "report.html")}
+
+
+@pytest.mark.parametrize(
+    "metrics, says",
+    [
+        (None, "metrics.csv does not exist"),
+        ("update,seed,loss,gradient_norm\n", "has no rows yet"),
+        ("a,b\n1,2\n", "no columns update and seed"),
+        ("update,seed,loss,gradient_norm\nx,0,1.0,1.0\n", "metrics.csv cannot be read"),
+        ("update,seed,loss\n1,0,1.0\n", "no numbers in its columns loss and gradient_norm"),
+    ],
+)
+def test_a_bad_training_run_is_named(tmp_path, capsys, metrics, says):
+    folder = write_training(tmp_path / "run", metrics)
+    assert main(["report", str(folder)]) == 1
+    error = capsys.readouterr().err
+    assert says in error and str(folder) in error and len(error.splitlines()) == 1
+
+
+def test_a_training_run_in_a_browser(tmp_path, browser):
+    folder = write_training(tmp_path / "run", f"update,seed,loss,gradient_norm,extra\n{ROWS}")
+    assert main(["report", str(folder)]) == 0
+    browser.errors.clear()
+    browser.open(folder / "report.html", 360, True)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 360
+    assert browser.evaluate(f"document.body.innerText.includes({json.dumps(NASTY)})")
+    assert browser.errors == []

@@ -1,4 +1,4 @@
-"""`streamgrad report`: write the report of a run anew."""
+"""`streamgrad report`: write the report of a run; and the claims of a run on the screen."""
 
 import dataclasses
 import importlib.util
@@ -15,18 +15,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Write the report of a run anew from its CSV files; nothing is computed again."""
+    """Write the report of a run, one HTML page, from its CSV files; nothing is computed again."""
 
     run: tyro.conf.Positional[Path]
-    """The run's folder, as `streamgrad reproduce --out` has written it."""
+    """The run's folder, as `streamgrad reproduce` or `streamgrad train` has written it."""
     json: bool = False
     """Print the report's path and the claims as JSON."""
 
 
 def main(options: Options) -> int:
-    """Write the page, and print its path and what became of the claims."""
-    from streamgrad.report import collect, write_report
+    """Write the page, and print its path and what became of the claims, if the run makes any."""
+    from streamgrad.report import collect, collect_training, is_training, write_report, write_training_report
 
+    if is_training(options.run):
+        page = write_training_report(collect_training(options.run))
+        print(json.dumps({"report": str(page)}) if options.json else f"report: {page}")
+        return 0
     content = collect(options.run)
     print_outcome(content, write_report(content), options.json)
     return 0

@@ -16,10 +16,12 @@ class Record:
     Attributes:
       update: the number of updates made at each row, `[rows]`.
       columns: by name, `[trials, rows]`; NaN where a trial has no such row, because it stopped before.
+      seeds: of the trials.
     """
 
     update: np.ndarray
     columns: dict[str, np.ndarray]
+    seeds: tuple[int, ...] = ()
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.columns[name]
@@ -50,7 +52,7 @@ def read_record(path: Path) -> Record:
         raise ValueError(f"{path} has no rows yet.")
     table = {name: [row[i] for row in rows] for i, name in enumerate(header)}
     updates, row_of = np.unique(np.array(table["update"], float).astype(int), return_inverse=True)
-    _, trial_of = np.unique(np.array(table["seed"], float).astype(int), return_inverse=True)
+    seeds, trial_of = np.unique(np.array(table["seed"], float).astype(int), return_inverse=True)
     columns = {}
     for name in header:
         if name in ("update", "seed"):
@@ -61,7 +63,7 @@ def read_record(path: Path) -> Record:
         except ValueError:
             continue  # words, not a measurement
         columns[name] = values
-    return Record(updates, columns)
+    return Record(updates, columns, tuple(int(seed) for seed in seeds))
 
 
 def read_settings(folder: Path, names: list[str]) -> dict[str, Record]:

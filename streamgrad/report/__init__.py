@@ -2,5 +2,18 @@
 
 from streamgrad.report.page import Content, Part, collect, write_report
 from streamgrad.report.run import Run, load_run, save_run
+from streamgrad.report.training import Training, collect_training, is_training, write_training_report
 
-__all__ = ["Content", "Part", "Run", "collect", "load_run", "save_run", "write_report"]
+__all__ = [
+    "Content",
+    "Part",
+    "Run",
+    "Training",
+    "collect",
+    "collect_training",
+    "is_training",
+    "load_run",
+    "save_run",
+    "write_report",
+    "write_training_report",
+]

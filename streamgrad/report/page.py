@@ -84,28 +84,63 @@ def write_report(content: Content) -> Path:
     Returns:
       The page's path.
     """
+    embedded: set[str] = set()
+    parts = [
+        {"part": part, "sections": prepare(content.folder, part.experiment.name, part.sections, embedded)}
+        for part in content.parts
+    ]
+    counts = {word: sum(c.holds is held for *_, c in content.claims) for held, word in VERDICTS.items()}
+    sections = [section for part in parts for section in part["sections"]]
+    return render(
+        content.folder, "page.html.j2", sections, content=content, run=content.run, parts=parts, counts=counts
+    )
+
+
+def prepare(folder: Path, name: str, sections: list[Section], embedded: set[str]) -> list[dict[str, Any]]:
+    """Sections as the templates take them; writes their figures.
+
+    Args:
+      folder: the run's.
+      name: what their ids begin with; a folder inside the run's where their files are, if there is one.
+      sections: the sections.
+      embedded: the files that the page has already; is added to.
+
+    Returns:
+      For each its id, the section, its figures as SVG elements, its files, and which columns are numbers.
+    """
+    from markupsafe import Markup
+
+    figures = folder / "figures"
+    figures.mkdir(exist_ok=True)
+    found = []
+    for number, section in enumerate(sections, 1):
+        place, svgs = f"{name}-{number}", []
+        if section.figure is not None:
+            document = standalone_svg(section.figure)
+            replace_text(figures / f"{place}.svg", document)
+            shapes = {"wide": document, "narrow": narrow_svg(section.figure)}
+            svgs = [Markup(inline_svg(svg, f"{place}-{kind}-", section.title, kind)) for kind, svg in shapes.items()]
+            _close(section.figure)
+        files = [_download(folder, name, file, embedded) for file in section.files]
+        found.append({"id": place, "section": section, "svgs": svgs, "files": files, "numeric": _numeric(section)})
+    return found
+
+
+def render(folder: Path, template: str, sections: list[dict[str, Any]], **values: Any) -> Path:
+    """Write `folder/report.html` from a template.
+
+    Args:
+      folder: the run's.
+      template: its name.
+      sections: from `prepare`, all that the page has.
+      values: what else the template asks for.
+
+    Returns:
+      The page's path.
+    """
     import jinja2
     from markupsafe import Markup
 
-    figures = content.folder / "figures"
-    figures.mkdir(exist_ok=True)
-    parts, embedded = [], set()
-    for part in content.parts:
-        sections = []
-        for number, section in enumerate(part.sections, 1):
-            name = f"{part.experiment.name}-{number}"
-            svgs = []
-            if section.figure is not None:
-                document = standalone_svg(section.figure)
-                replace_text(figures / f"{name}.svg", document)
-                shapes = {"wide": document, "narrow": narrow_svg(section.figure)}
-                svgs = [Markup(inline_svg(svg, f"{name}-{kind}-", section.title, kind)) for kind, svg in shapes.items()]
-                _close(section.figure)
-            files = [_download(content.folder, part.experiment.name, file, embedded) for file in section.files]
-            sections.append(
-                {"id": name, "section": section, "svgs": svgs, "files": files, "numeric": _numeric(section)}
-            )
-        parts.append({"part": part, "sections": sections})
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("streamgrad.report", ""),
         autoescape=True,
@@ -113,14 +148,10 @@ def write_report(content: Content) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(duration=duration, plain=_plain, paragraphs=_paragraphs)
-    counts = {word: sum(c.holds is held for *_, c in content.claims) for held, word in VERDICTS.items()}
-    rules = Markup(dark_rules(svg for part in parts for section in part["sections"] for svg in section["svgs"]))
-    html = environment.get_template("page.html.j2").render(
-        content=content, run=content.run, parts=parts, counts=counts, verdicts=VERDICTS, rules=rules
-    )
-    replace_text(content.folder / PAGE, html)
-    return content.folder / PAGE
+    environment.filters.update(duration=duration, plain=_plain, paragraphs=_paragraphs, verdict=VERDICTS.__getitem__)
+    rules = Markup(dark_rules(svg for section in sections for svg in section["svgs"]))
+    replace_text(folder / PAGE, environment.get_template(template).render(rules=rules, sections=sections, **values))
+    return folder / PAGE
 
 
 def duration(seconds: float) -> str:
@@ -231,6 +262,8 @@ def _plain(value: Any) -> str:
         return {True: "yes", False: "no", None: "—"}[value]
     if isinstance(value, float):
         return f"{value:g}" if math.isfinite(value) else str(value)
+    if isinstance(value, list | tuple | dict) and not value:
+        return "—"
     if isinstance(value, list | tuple):
         return ", ".join(_plain(item) for item in value)
     if isinstance(value, dict):
