@@ -3,13 +3,15 @@
 import base64
 import json
 import os
+import re
 import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from streamgrad.cli.main import main
-from streamgrad.experiments import MODULES
+from streamgrad.cli.report import EarlyClaims, print_claims
+from streamgrad.experiments import MODULES, Claim
 from streamgrad.report.figure import inline_svg
 from tests.browser import Page, find_browser
 from tests.fake_experiment import NASTY
@@ -103,6 +105,29 @@ def test_a_bad_file_is_named(run, capsys, file, content, says):
     error = capsys.readouterr().err
     assert says in error and str((run / file).parent) in error and len(error.splitlines()) == 1
     assert (content is None and says.startswith("has no")) or str(run / file) in error
+
+
+def test_claims_are_shown_as_soon_as_an_experiment_is_done(finished, capsys):
+    told = []
+    early = EarlyClaims(finished, lambda *words: told.append(words))
+    early("next: one", 1, 2, "loss 1.0")
+    assert [line.split("\t")[:2] for line in capsys.readouterr().out.splitlines()][:2] == [
+        ["holds", "fake"],
+        ["fails", "fake"],
+    ]
+    early("next: one", 2, 2, "loss 0.5")
+    early("another: one", 1, 2, "loss 0.5")
+    assert capsys.readouterr().out == "" and early.shown == {"fake"}
+    assert [words[1] for words in told] == [1, 2, 1]
+
+
+def test_claims_fit_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    print_claims([("fake", Claim("A claim of many words. " * 5, None, "Its numbers, in many more words. " * 9))])
+    out = re.sub("\x1b\\[[0-9]+m", "", capsys.readouterr().out)
+    assert out.startswith("undecided  fake: A claim") and max(map(len, out.splitlines())) <= 60
+    assert out.count("many") == 14
 
 
 def test_an_unknown_experiment_is_answered_with_the_choices(capsys):

@@ -1,6 +1,6 @@
 """The report of a run: one page, with everything in it, that a browser opens without a network."""
 
-from streamgrad.report.page import Content, Part, collect, write_report
+from streamgrad.report.page import Content, Part, collect, sections_of, write_report
 from streamgrad.report.run import Run, load_run, save_run
 from streamgrad.report.training import Training, collect_training, is_training, write_training_report
 
@@ -14,6 +14,7 @@ __all__ = [
     "is_training",
     "load_run",
     "save_run",
+    "sections_of",
     "write_report",
     "write_training_report",
 ]

@@ -68,8 +68,7 @@ def collect(folder: str | Path) -> Content:
     parts = []
     for name, entry in run.experiments.items():
         if entry["done"]:
-            experiment = find_experiment(name)
-            parts.append(Part(experiment, entry, _sections(experiment, folder / name)))
+            parts.append(Part(find_experiment(name), entry, sections_of(name, folder)))
     if not parts:
         raise ValueError(f"no experiment in {folder} is finished: `streamgrad reproduce --resume` goes on with it.")
     return Content(folder, run, parts, [name for name, entry in run.experiments.items() if not entry["done"]])
@@ -169,8 +168,17 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def _sections(experiment: Experiment, folder: Path) -> list[Section]:
-    """The sections of one experiment, once its files have been looked at."""
+def sections_of(name: str, run: Path) -> list[Section]:
+    """The sections of one experiment of a run.
+
+    Args:
+      name: of the experiment.
+      run: the run's folder.
+
+    Returns:
+      Its sections. ValueError, which names the file, where one is missing, empty or corrupt.
+    """
+    experiment, folder = find_experiment(name), run / name
     files = sorted(folder.rglob("*.csv")) if folder.is_dir() else []
     if not files:
         raise ValueError(f"{folder} has no CSV files: run `streamgrad reproduce {experiment.name}` anew.")
