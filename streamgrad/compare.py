@@ -1,10 +1,11 @@
-"""Every estimator on one model and one stream: bias, variance, time and memory, measured and predicted.
+"""Every estimator on one model and one stream: squared error, time and memory, measured and predicted.
 
-Compiling takes longer than all that is measured, so that there is one program for each estimator, for several streams
-at once, that everything is measured with; and programs are compiled side by side.
+Compiling takes longer than all that is measured. So there is one program for each estimator, for several streams at
+once, that everything is measured with; and programs are compiled side by side.
 """
 
 import functools
+import math
 import os
 import statistics
 import time
@@ -14,76 +15,61 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array
-from streamgrad.base import Chunk, GradientEstimator, Model, Params, real_dtype
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Model, Params, real_dtype
+from streamgrad.candidates import Candidate, candidates_for
 from streamgrad.checks import check_chunk, check_key, check_size
 from streamgrad.estimators import registry
 from streamgrad.estimators.rescale import total_log_alpha
-from streamgrad.estimators.uoro import uoro
 from streamgrad.online import batched
-from streamgrad.variance import (
-    Episode,
-    c_matrix,
-    collect,
-    optimal_alpha,
-    optimise,
-    preuoro_total_variance,
-    spatial_total_variance,
-    total_variance,
-)
-from streamgrad.variance.empirical import merge, moments, summary
+from streamgrad.variance.empirical import Moments, merge, moments, summary
 
-SIGNS = -2.0  # excess kurtosis of the estimators' own noise
 # For any weights, P(Σ λ χ² > x Σ λ) is at most P(χ²_1 > x) for the x that matter here (Székely and Bakirov, 2003), so
 # that a mean without bias lies further away than this, in multiples of its expected distance, once in 1,000 times.
 LIMIT = 3.3
-LARGEST_JACOBIAN = 2e8  # numbers in J_t of all steps, which a prediction at the state cut needs
-# The theory runs once: compiling fast is worth more than running fast.
-_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+LEAST = 4  # samples per stream: the error of the squared bias is found by leaving out one part of them at a time
+PARTS = 16  # of the samples, at most
+WARM_UP = 10_000  # steps, at most, until an estimator that learns from the past uses what it has learnt
 
-
-class Candidate(NamedTuple):
-    """An estimator to be compared.
-
-    Attributes:
-      name: how it is shown.
-      promise: as in the registry.
-      est: the estimator.
-      predict: `predict(α of some streams) -> total variance`, or None where no theory is at hand.
-      bound: whether the prediction is an over-estimate: α that depends on the noise, as GIR's does, is treated as if it
-        did not, and the prediction is the mean over several such α.
-    """
-
-    name: str
-    promise: str
-    est: GradientEstimator
-    predict: Callable[[Array | None], Array] | None = None
-    bound: bool = False
+Past = Callable[[int], Chunk]  # the index of a batch of chunks, one for each stream -> that batch
 
 
 class Comparison(NamedTuple):
-    """A row of the table; bias and variance are those of the gradient of the cell's parameters.
+    """A row of the table; all is of the gradient of the cell's parameters, relative to the exact one, g.
 
     Attributes:
       name: of the estimator.
       promise: what the registry says of it.
-      bias: ‖mean - g‖ / ‖g‖ over all samples.
+      hindsight: whether it was fitted to the very chunk: a bound, not a choice.
+      streams: B, over how many streams an estimate is averaged.
+      squared_error: E‖ĝ - g‖² / ‖g‖² of the mean over B streams: squared bias + variance / B.
+      squared_error_noise: its standard error.
+      squared_bias: ‖E ĝ - g‖² / ‖g‖², estimated without bias, and then not below 0.
+      squared_bias_noise: its standard error.
+      bias: ‖mean - g‖ / ‖g‖ over all samples, noise and all.
       bias_noise: what that would be, in the root mean square, if there were no bias.
       verdict: "exact", "none seen" (not beyond noise), or "biased".
-      variance: total variance / ‖g‖², measured.
+      variance: total variance / ‖g‖² of one stream's estimate, measured.
       variance_error: its standard error.
       predicted: total variance / ‖g‖² by the theory, or None.
       predicted_is_bound: whether that is an over-estimate, as for GIR.
       us_per_step: microseconds for one step of one stream, of several that run at once.
-      state_bytes: of the state of one stream.
+      state_bytes: of the state of one stream, and its share of what all streams have in common.
       scratch_bytes: what an update of the chunk needs beside it, for one stream.
       samples: how many estimates were drawn.
     """
 
     name: str
     promise: str
+    hindsight: bool
+    streams: int
+    squared_error: float
+    squared_error_noise: float
+    squared_bias: float
+    squared_bias_noise: float
     bias: float
     bias_noise: float
     verdict: str
@@ -107,21 +93,26 @@ def compare(
     repeats: int = 7,
     candidates: Iterable[Candidate] | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    past: Past | None = None,
+    seconds: float = math.inf,
 ) -> list[Comparison]:
-    """Measure bias, variance, time and memory of every estimator for a model, at its parameters.
+    """Measure squared error, time and memory of every estimator for a model, at its parameters.
 
-        bias = ‖mean over keys - g‖ / ‖g‖,    expected to be sqrt(variance / samples) where there is none
+        E‖ĝ - g‖² = ‖E ĝ - g‖² + variance / B    for the mean ĝ over B streams
 
     Args:
       model: the model.
-      params: its parameters; noise depends on them, so that those of a trained network say more than fresh ones.
+      params: its parameters; noise depends on them, so those of a trained network say more than fresh ones.
       chunk: one stream, from its beginning.
       key: of the noise.
-      samples: how many estimates each noisy estimator makes; a multiple of `streams` is made of it.
-      streams: how many run at once.
+      samples: how many estimates each noisy estimator makes, at least 4 for each stream; rounded down to a multiple.
+      streams: B, over how many an estimate is averaged; they run at once.
       repeats: how often time is taken; all estimators take turns, and the median counts.
       candidates: what to compare; by default `candidates_for` them all.
       progress: called as `progress(name, done, of how many)`; while programs are prepared nothing is done yet.
+      past: `past(i)` is the i-th of the chunks that estimators may learn from before they are measured, as those with
+        `carry=True` do; a chunk of the same length for each stream. By default the chunk itself, over and over.
+      seconds: most time that the samples of one estimator may take; a slow one then gets fewer.
 
     Returns:
       A row for each.
@@ -137,41 +128,26 @@ def compare(
       'exact'
     """
     check_size(streams=streams, repeats=repeats)
-    check_size(least=2 * streams, samples=samples)
+    check_size(least=LEAST * streams, samples=samples)
     check_key(key)
     length = check_chunk(model, chunk)
     exact = registry.bptt(model)
     gradient, _ = ravel_pytree(exact.update(params, exact.init(params), chunk, None)[0].cell)
-    norm = jnp.linalg.norm(gradient)
-    if not bool(norm > 0) or not bool(jnp.isfinite(norm)):
-        raise ValueError(f"the exact gradient has the norm {float(norm)}: there is nothing to compare with.")
+    norm = float(jnp.linalg.norm(gradient))
+    if not 0 < norm < math.inf:
+        raise ValueError(f"the exact gradient has the norm {norm}: there is nothing to compare with.")
     if candidates is None:
         candidates = candidates_for(model, params, chunk)
-    pairs = list(_compile(candidates, params, chunk, key, streams, progress))
-    rows = []
+    many = jax.tree.map(lambda leaf: jnp.repeat(leaf[None], streams, axis=0), chunk)
+    pairs = list(_compile(candidates, params, many, key, past or (lambda index: many), progress))
+    rows, eps = [], float(jnp.finfo(real_dtype(params)).eps)
     for done, (candidate, waiting) in enumerate(pairs):
         progress(candidate.name, done, len(pairs))
         program = waiting.result()
         noisy = candidate.promise.startswith("unbiased")
-        found = _measure(program, gradient, key, samples // streams if noisy else 2, streams)
-        predicted = None if candidate.predict is None else candidate.predict(found.alpha)
-        bias, noise = float(found.bias / norm), float(jnp.sqrt(found.variance / found.samples) / norm)
-        row = Comparison(
-            candidate.name,
-            candidate.promise,
-            bias,
-            noise,
-            _verdict(bias, noise, float(jnp.finfo(real_dtype(params)).eps)),
-            float(found.variance / norm**2),
-            float(found.variance_error / norm**2),
-            None if predicted is None else float(predicted / norm**2),
-            candidate.bound,
-            float("nan"),  # once all are compiled
-            sum(leaf.nbytes for leaf in jax.tree.leaves(candidate.est.init(params))),
-            program.scratch_bytes // streams,
-            found.samples if noisy else 1,
-        )
-        rows.append(row)
+        batches = _affordable(program, key, samples // streams, seconds) if noisy else LEAST
+        found = _measure(program, gradient, key, batches, streams)
+        rows.append(_row(candidate, program, found, norm, eps)._replace(samples=found.samples if noisy else 1))
     progress("done", len(pairs), len(pairs))
     times = _take_turns([waiting.result() for _, waiting in pairs], key, repeats)
     return [
@@ -179,28 +155,103 @@ def compare(
     ]
 
 
+def ranks(rows: Sequence[Comparison]) -> list[int | None]:
+    """The place of each row by squared error; the same for those that differ by no more than the noise.
+
+    Args:
+      rows: from `compare`.
+
+    Returns:
+      Numbers from 1, None for those of hindsight. A row shares the place of the best row with that place if their
+      difference is within its 95% interval.
+    """
+    order = sorted((i for i, row in enumerate(rows) if not row.hindsight), key=lambda i: rows[i].squared_error)
+    found: list[int | None] = [None] * len(rows)
+    best = None
+    for place, index in enumerate(order, 1):
+        row = rows[index]
+        if best is None or not same_error(rows[best], row):
+            best = index
+            found[index] = place
+        else:
+            found[index] = found[best]
+    return found
+
+
+def same_error(a: Comparison, b: Comparison) -> bool:
+    """Whether the squared errors of two rows differ by no more than the noise of the measurement, or by rounding."""
+    noise = 1.96 * math.hypot(a.squared_error_noise, b.squared_error_noise)
+    return abs(a.squared_error - b.squared_error) <= noise or a.verdict == b.verdict == "exact"
+
+
+def _row(candidate: Candidate, program: "_Program", found: "_Measured", norm: float, eps: float) -> Comparison:
+    """A row, but for its time."""
+    predicted = None if candidate.predict is None else candidate.predict(found.alpha)
+    square, streams = norm**2, program.streams
+    bias, noise = found.bias / norm, math.sqrt(found.variance / found.samples) / norm
+    squared_error = max(found.squared_bias, 0.0) + found.variance / streams
+    return Comparison(
+        name=candidate.name if program.warm else f"{candidate.name} (nothing learnt yet)",
+        promise=candidate.promise,
+        hindsight=candidate.hindsight,
+        streams=streams,
+        squared_error=squared_error / square,
+        squared_error_noise=math.hypot(found.squared_bias_error, found.variance_error / streams) / square,
+        squared_bias=max(found.squared_bias, 0.0) / square,
+        squared_bias_noise=found.squared_bias_error / square,
+        bias=bias,
+        bias_noise=noise,
+        verdict=_verdict(bias, noise, eps),
+        variance=found.variance / square,
+        variance_error=found.variance_error / square,
+        predicted=None if predicted is None else float(predicted) / square,
+        predicted_is_bound=candidate.bound,
+        us_per_step=math.nan,
+        state_bytes=program.state_bytes,
+        scratch_bytes=program.scratch_bytes // streams,
+        samples=found.samples,
+    )
+
+
 class _Program(NamedTuple):
-    """`run(key)` gives the mean gradient of the cell over the streams, and α of each, or None; compiled."""
+    """A compiled estimator.
+
+    Attributes:
+      run: `run(key)` gives the mean gradient of the cell over the streams, and α of each, or None.
+      streams: how many.
+      warm: whether what it learns from the past, if anything, is in use.
+      state_bytes: of one stream.
+      scratch_bytes: of all.
+    """
 
     run: Callable[[Any], tuple[Array, Array | None]]
+    streams: int
+    warm: bool
+    state_bytes: int
     scratch_bytes: int
 
 
 def _compile(
-    candidates: Iterable[Candidate], params: Params, chunk: Chunk, key: Any, streams: int, progress: Callable
+    candidates: Iterable[Candidate], params: Params, many: Chunk, key: Any, past: Past, progress: Callable
 ) -> Iterator[tuple[Candidate, Future[_Program]]]:
     """The programs, side by side on as many cores as there are, while the theory of the next one is worked out."""
-    many = jax.tree.map(lambda leaf: jnp.repeat(leaf[None], streams, axis=0), chunk)
+    streams, length = jax.tree.leaves(many.targets)[0].shape[:2]
 
-    def finish(lowered: Any, state: Any) -> _Program:
+    def finish(lowered: Any, state: EstimatorState) -> _Program:
         compiled = lowered.compile()
         analysis = compiled.memory_analysis()
         size = 0 if analysis is None else analysis.temp_size_in_bytes
-
-        def run(key: Any) -> tuple[Array, Array | None]:
-            return compiled(params, state, many, key)[:2]
-
-        return _Program(run, size)
+        carried, now = None, state
+        # The stream begins with the chunk for all estimators; of the past only what was learnt is kept.
+        for index in range(WARM_UP // length):
+            _, _, carried, _, now = compiled(params, now, past(index), jax.random.fold_in(key, 2**31 + index))
+            if carried is None or bool(carried):
+                break
+        state = state._replace(shared=now.shared)
+        sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in state]
+        bytes_each = sum(sizes) // streams
+        warm = carried is None or bool(carried)
+        return _Program(lambda key: compiled(params, state, many, key)[:2], streams, warm, bytes_each, size)
 
     def update(est: GradientEstimator, params: Params, state: Any, chunk: Chunk, key: Any) -> tuple[Any, ...]:
         grads, state, info = est.update(params, state, chunk, key)
@@ -208,7 +259,8 @@ def _compile(
         alpha = None
         if {"gamma", "beta"} <= set(found):
             alpha = jnp.exp(jax.vmap(total_log_alpha)(found["gamma"], found["beta"]))
-        return ravel_pytree(grads.cell)[0], alpha, grads.head, state
+        carried = jnp.all(found["carried"] > 0) if "carried" in found else None
+        return ravel_pytree(grads.cell)[0], alpha, carried, grads.head, state
 
     pool = ThreadPoolExecutor(os.cpu_count())
     for candidate in candidates:
@@ -221,33 +273,83 @@ def _compile(
 
 
 class _Measured(NamedTuple):
-    """‖mean - g‖, total variance of one stream's estimate with its standard error, how many, and some α."""
+    """What was measured over samples of a known gradient g.
 
-    bias: Array
-    variance: Array
-    variance_error: Array
+    Attributes:
+      bias: ‖mean - g‖.
+      squared_bias: an unbiased estimate of ‖E ĝ - g‖²; may be below 0.
+      squared_bias_error: its standard error.
+      variance: the total variance of one stream's estimate.
+      variance_error: its standard error.
+      samples: how many.
+      alpha: some α, or None.
+    """
+
+    bias: float
+    squared_bias: float
+    squared_bias_error: float
+    variance: float
+    variance_error: float
     samples: int
     alpha: Array | None
 
 
 @jax.jit
-def _block(samples: list[Array], centre: Array) -> Any:
+def _block(samples: list[Array], centre: Array) -> Moments:
     return moments(jnp.stack(samples), centre)
+
+
+def _affordable(program: _Program, key: Any, batches: int, seconds: float) -> int:
+    """How many batches the time allows, but no fewer than are needed and no more than are asked for."""
+    if math.isinf(seconds):
+        return batches
+    each = min(_take_turns([program], key, 1)[0] for _ in range(2))  # the first call is slower
+    return max(LEAST, min(batches, int(seconds / each)))
 
 
 def _measure(program: _Program, gradient: Array, key: Any, batches: int, streams: int) -> _Measured:
     """Moments of the means over batches of streams, whose noise is independent: `streams` times less variance."""
-    alphas, sums, several = [], None, min(16, batches)
-    for first in range(0, batches - batches % several, several):
-        found = [program.run(jax.random.fold_in(key, first + index)) for index in range(several)]
+    alphas, several = [], max(1, min(16, batches // PARTS))
+    blocks = batches // several
+    parts: list[Moments] = []
+    for block in range(blocks):
+        found = [program.run(jax.random.fold_in(key, block * several + index)) for index in range(several)]
         alphas += [alpha for _, alpha in found if alpha is not None][: 32 // streams + 1 - len(alphas)]
-        block = _block([mean for mean, _ in found], gradient)
-        sums = block if sums is None else merge(sums, block)
-    assert sums is not None
-    _, variance, error = summary(sums, sums.mean)
-    samples = int(sums.size) * streams
-    alpha = jnp.concatenate(alphas) if alphas else None
-    return _Measured(jnp.linalg.norm(sums.mean), streams * variance, streams * error, samples, alpha)
+        sums = _block([mean for mean, _ in found], gradient)
+        if block < PARTS:
+            parts.append(sums)
+        else:
+            parts[block % PARTS] = merge(parts[block % PARTS], sums)
+    total = functools.reduce(merge, parts)
+    _, variance, error = summary(total, total.mean)
+    squared_bias, squared_bias_error = _squared_mean(np.array([part.size for part in parts]), [p.mean for p in parts])
+    return _Measured(
+        float(jnp.linalg.norm(total.mean)),
+        squared_bias,
+        squared_bias_error,
+        float(streams * variance),
+        float(streams * error),
+        int(total.size) * streams,
+        jnp.concatenate(alphas) if alphas else None,
+    )
+
+
+def _squared_mean(sizes: np.ndarray, means: Sequence[Array]) -> tuple[float, float]:
+    """The squared norm of a mean from products of independent parts, and its standard error by the jackknife.
+
+    The squared norm of the mean of all samples is too large by their variance over their number; products of two
+    different parts are not.
+    """
+    stacked = jnp.stack(means)
+    products = np.outer(sizes, sizes) * np.asarray(stacked @ stacked.T, float)
+    weights = np.outer(sizes, sizes).astype(float)
+    np.fill_diagonal(products, 0.0)
+    np.fill_diagonal(weights, 0.0)
+    all_products, all_weights = products.sum(), weights.sum()
+    without = (all_products - 2 * products.sum(axis=1)) / (all_weights - 2 * weights.sum(axis=1))
+    count = len(sizes)
+    error = math.sqrt((count - 1) / count * float(np.sum((without - without.mean()) ** 2)))
+    return float(all_products / all_weights), error
 
 
 def _take_turns(programs: Sequence[_Program], key: Any, repeats: int) -> list[float]:
@@ -265,103 +367,3 @@ def _verdict(bias: float, noise: float, eps: float) -> str:
     if bias < eps**0.5 and noise < eps**0.5:
         return "exact"
     return "none seen" if bias <= LIMIT * noise else "biased"
-
-
-def candidates_for(
-    model: Model, params: Params, chunk: Chunk, only: Sequence[str] | None = None
-) -> Iterator[Candidate]:
-    """All registered estimators as they come, and variants of `uoro`, as far as the cell has their cuts.
-
-    Args:
-      model: the model.
-      params: its parameters.
-      chunk: one stream; the optimal α and Q_0 are those for it, and so know more than any online method.
-      only: names of estimators; variants come with "uoro". None for all.
-
-    Returns:
-      What `compare` takes, one after the other.
-    """
-    if only is not None:
-        for name in only:
-            registry.find_estimator(name)
-    return _candidates(model, params, chunk, only)
-
-
-def _candidates(model: Model, params: Params, chunk: Chunk, only: Sequence[str] | None) -> Iterator[Candidate]:
-    episode = functools.cache(functools.partial(_episode, model, params, chunk))
-    for row in registry.ROWS:
-        cut = next((cut for cut in ("preactivation", "state") if cut in row.cuts and cut in model.cell.cuts), None)
-        if (only is not None and row.name not in only) or (row.cuts and cut is None):
-            continue
-        est = row.make(model, **row.options, **({"cut": cut} if cut else {}))
-        yield Candidate(row.name, row.promise, est, *_prediction(row, episode, cut))
-        if row.name == "uoro" and cut == "preactivation":
-            yield from _variants(model, row, episode)
-
-
-def _variants(model: Model, row: registry.Row, episode: Callable[[str], Episode | None]) -> Iterator[Candidate]:
-    """UORO with groups, at the state, and with the α and Q_0 that are optimal for this very stream."""
-
-    def variant(label: str, groups: int = 1, cut: str = "preactivation", **options: Any) -> Candidate:
-        est = uoro(model, cut=cut, groups=groups, **options)
-        return Candidate(f"uoro {label}", row.promise, est, *_prediction(row, episode, cut, groups, **options))
-
-    ep = episode("preactivation")
-    assert ep is not None
-    groups = ep.size // 4
-    if groups > 1 and all(rows % groups == 0 for rows in ep.rows):
-        yield variant(f"groups={groups}", groups)
-    if "state" in model.cell.cuts:
-        yield variant("cut=state", cut="state")
-    # α is indexed by the position in an episode, the theory by that in the chunk.
-    if len(ep.rows) == 1 and bool(jnp.all(ep.episode == ep.episode[0])):
-        alpha = jax.jit(lambda ep: optimal_alpha(c_matrix(ep)).alpha, compiler_options=_ONCE)(ep)
-        yield variant("optimal alpha", rescale=alpha)
-        best = jax.jit(optimise, compiler_options=_ONCE)(ep)
-        yield variant("optimal alpha, Q_0", rescale=best.alpha, q0=best.q0)
-
-
-def _episode(model: Model, params: Params, chunk: Chunk, cut: str) -> Episode | None:
-    if cut == "state":
-        state = ravel_pytree(model.init_state(params))[0].size
-        if len(jax.tree.leaves(chunk.inputs)[0]) * state * ravel_pytree(params.cell)[0].size > LARGEST_JACOBIAN:
-            return None
-
-    def all_of_it(params: Params, chunk: Chunk) -> Episode:
-        return collect(model, params, chunk, cut)
-
-    return jax.jit(all_of_it, compiler_options=_ONCE)(params, chunk)
-
-
-def _prediction(
-    row: registry.Row,
-    episode: Callable[[str], Episode | None],
-    cut: str | None,
-    groups: int = 1,
-    rescale: Any = "gir",
-    q0: Any = None,
-) -> tuple[Callable[[Array | None], Array] | None, bool]:
-    """The theory's total variance, where there is one, and whether it is an over-estimate."""
-    if not row.promise.startswith("unbiased"):
-        return (lambda alpha: jnp.zeros(())), False
-    if row.name not in ("uoro", "preuoro", "spatial_rtrl") or cut is None or (ep := episode(cut)) is None:
-        return None, False
-    if row.name == "spatial_rtrl":
-        spatial = jax.jit(functools.partial(spatial_total_variance, kurtosis=SIGNS), compiler_options=_ONCE)
-        return (lambda alpha: spatial(ep)), False
-
-    def mean(ep: Episode, alphas: Array) -> Array:
-        def one(alpha: Array) -> Array:
-            if row.name == "preuoro":
-                return preuoro_total_variance(ep, alpha, SIGNS)
-            return total_variance(ep, alpha, q0, SIGNS, groups)
-
-        return jnp.mean(jax.vmap(one)(alphas))
-
-    known = None if isinstance(rescale, str) else jnp.asarray(rescale)[None]
-
-    def predict(alpha: Array | None) -> Array:
-        assert alpha is not None
-        return jax.jit(mean, compiler_options=_ONCE)(ep, alpha if known is None else known)
-
-    return predict, known is None

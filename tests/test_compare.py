@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 from streamgrad.cli.main import main
-from streamgrad.compare import Candidate, candidates_for, compare
+from streamgrad.compare import Candidate, candidates_for, compare, ranks
 from tests import tools
 
 
@@ -51,7 +52,7 @@ def rows():
 def test_verdicts(rows):
     found, _ = rows
     assert found["bptt"].verdict == found["rtrl"].verdict == "exact"
-    assert found["tbptt"].verdict == found["wrong"].verdict == "biased"
+    assert found["tbptt window=3"].verdict == found["wrong"].verdict == "biased"
     for name, row in found.items():
         if row.promise == "unbiased" and name != "wrong":
             assert row.verdict == "none seen" and row.bias > 0, name
@@ -67,7 +68,7 @@ def test_measured_is_what_the_theory_predicts(rows):
         assert row.variance_error < 0.1 * row.variance
     assert found["uoro optimal alpha, Q_0"].variance < found["uoro optimal alpha"].variance
     bounds = [row for row in found.values() if row.predicted_is_bound]
-    assert {row.name for row in bounds} == {"uoro", "uoro cut=state", "preuoro"}
+    assert {row.name for row in bounds} == {"uoro", "uoro groups=4", "uoro cut=state", "preuoro"}
     for row in bounds:
         assert row.predicted > row.variance - 4 * row.variance_error, row
         assert row.predicted < 2 * row.variance
@@ -90,15 +91,88 @@ def test_costs(rows):
 
 def test_command(tmp_path, capsys):
     table = tmp_path / "table.csv"
-    command = ["compare", "--cell", "vanilla", "--hidden", "2", "--length", "3", "--updates", "2", "--samples", "16"]
+    command = ["compare", "--cell", "vanilla", "--hidden", "2", "--length", "12", "--updates", "2", "--samples", "32"]
     assert main([*command, "--estimators", "rtrl", "tbptt", "--csv", str(table)]) == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[1].split()[:1] == ["tbptt"] and "How to read it" in out and "measuring rtrl" in err
+    assert out.splitlines()[1].split()[:2] == ["1", "rtrl"] and "How to read it" in out and "measuring rtrl" in err
+    assert max(map(len, out.splitlines())) <= 80
     with table.open(newline="") as file:
-        assert [row["name"] for row in csv.DictReader(file)] == ["tbptt", "rtrl"]
+        assert [row["name"] for row in csv.DictReader(file)] == ["rtrl", "tbptt window=10", "tbptt window=3"]
     assert main([*command, "--estimators", "tbptt", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["name"] == "tbptt"
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "tbptt window=10"
     assert main(["compare", "--estimators", "rtlr"]) == 2
     assert "'rtlr'" in capsys.readouterr().err
     assert main([*command, "--hidden", "0"]) == 2
     assert "hidden must be a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, code, says",
+    [
+        (["--samples", "1"], 2, "--samples must be a whole number of at least 32, not 1"),
+        (["--csv", "/nowhere/table.csv"], 2, "--csv /nowhere/table.csv must be a file in a folder that exists"),
+        (["--csv", "."], 2, "must be a file"),
+        (["--seconds", "0"], 2, "--seconds must be above 0"),
+        (["--csv", "/proc/table.csv"], 1, "cannot write"),
+    ],
+)
+def test_what_is_wrong_is_said_before_training(options, code, says, capsys, monkeypatch):
+    monkeypatch.setattr("streamgrad.cli.compare.prepare", lambda *args: pytest.fail("it has begun to train"))
+    if options[-1].startswith("/proc") and not Path("/proc").is_dir():
+        pytest.skip("no folder that nobody may write to")
+    assert main(["compare", *options]) == code
+    assert says in capsys.readouterr().err
+
+
+def test_the_squared_error_is_that_of_the_mean_over_streams(rows):
+    """Against the distance itself, of means over 8 streams from other keys, 4 standard errors of both."""
+    found, (model, params, chunk) = rows
+    gradient = ravel_pytree(tools.bptt(model, params, chunk).cell)[0]
+    pre = sg.preuoro(model)
+
+    @jax.jit
+    def distance(key):
+        keys = jax.random.split(key, 8)
+        grads = jax.vmap(lambda key: ravel_pytree(pre.update(params, pre.init(params), chunk, key)[0].cell)[0])(keys)
+        return jnp.array([jnp.sum((scale * grads.mean(axis=0) - gradient) ** 2) for scale in (1.0, 1.5)])
+
+    apart = jax.lax.map(distance, jax.random.split(jax.random.key(5), 1000)) / jnp.sum(gradient**2)
+    for name, values in zip(("preuoro", "wrong"), np.asarray(apart).T, strict=True):
+        error = np.hypot(found[name].squared_error_noise, values.std() / np.sqrt(len(values)))
+        assert abs(found[name].squared_error - values.mean()) < 4 * error, name
+    # A mean that is off by a half of g has the squared bias 1/4, of which the variance is not a part.
+    assert abs(found["wrong"].squared_bias - 0.25) < 4 * found["wrong"].squared_bias_noise < 0.1
+    for row in found.values():
+        if row.promise == "unbiased" and row.name != "wrong":
+            assert row.squared_bias < 4 * row.squared_bias_noise + 1e-12, row.name
+
+
+def test_ranks_tell_noise_from_difference(rows):
+    found, _ = rows
+    base = found["uoro"]._replace(squared_error_noise=0.1)
+    errors = {"a": 1.0, "b": 1.2, "c": 2.0, "d": 0.5}
+    table = [base._replace(name=name, squared_error=error) for name, error in errors.items()]
+    assert ranks(table) == [2, 2, 4, 1]
+    assert ranks([table[0]._replace(hindsight=True), table[2]]) == [None, 1]
+    places = dict(zip(found, ranks(list(found.values())), strict=True))
+    assert places["bptt"] == places["rtrl"] == 1 and places["uoro optimal alpha"] is None
+    assert max(places["preuoro"], places["uoro groups=4"]) < places["uoro"]
+
+
+def test_carry_is_measured_with_what_it_has_learnt(rows, monkeypatch):
+    found, (model, params, chunk) = rows
+    assert found["uoro carry=True"].verdict == "none seen"
+    # Without a past it is GIR with the identity, and says so.
+    monkeypatch.setattr("streamgrad.compare.WARM_UP", 6)
+    some = [Candidate("carry", "unbiased", sg.uoro(model, carry=True))]
+    (row,) = compare(model, params, chunk, jax.random.key(3), 2048, 8, repeats=1, candidates=some)
+    assert row.name == "carry (nothing learnt yet)"
+    np.testing.assert_allclose(row.variance, found["uoro"].variance, rtol=1e-6)
+    assert abs(row.variance / found["uoro carry=True"].variance - 1) > 0.01
+
+
+def test_time_limits_the_samples(rows):
+    _, (model, params, chunk) = rows
+    some = candidates_for(model, params, chunk, only=["preuoro"])
+    (row,) = compare(model, params, chunk, jax.random.key(3), 4096, 8, 1, some, seconds=1e-9)
+    assert row.samples == 4 * 8 and row.squared_error_noise > 0

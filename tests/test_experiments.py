@@ -227,7 +227,7 @@ def test_ablation_runs_from_the_command_line(tmp_path, capsys):
     (section,) = ablation.EXPERIMENT.sections(tmp_path / "ablation")
     final = [float(row[2].split(" ")[0]) for row in section.table.rows]
     assert len(section.figure.axes[0].lines) == 2 and np.all(np.isfinite(final))
-    assert [claim.holds for claim in section.claims] == [None, final[0] < final[1], None]
+    assert [claim.holds for claim in section.claims] == [None, None, None], "2 trials of 8 updates decide nothing"
     assert not list((tmp_path / "ablation").rglob("checkpoint"))
     assert command.main(["ablation", *options, "--settings", "none"]) == 1
     assert "settings must be among neither, spatial" in capsys.readouterr().err

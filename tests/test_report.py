@@ -3,13 +3,15 @@
 import base64
 import json
 import os
+import re
 import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from streamgrad.cli.main import main
-from streamgrad.experiments import MODULES
+from streamgrad.cli.report import EarlyClaims, print_claims
+from streamgrad.experiments import MODULES, Claim
 from streamgrad.report.figure import inline_svg
 from tests.browser import Page, find_browser
 from tests.fake_experiment import NASTY
@@ -40,7 +42,7 @@ def test_reproduce_prints_the_claims_and_the_page(tmp_path, capsys):
     assert main(["reproduce", "fake", "--preset", "smoke", "--out", str(folder), "--seed", "7"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == f"report: {folder / 'report.html'}"
-    assert [line.split("\t")[0] for line in out.splitlines()[:3]] == ["holds", "fails", "cannot tell"]
+    assert [line.split("\t")[0] for line in out.splitlines()[:3]] == ["holds", "fails", "undecided"]
     assert "fake: one: 3 of 3" in err
     record = json.loads((folder / "run.json").read_text())["experiments"]["fake"]
     assert record["done"] and record["config"]["seed"] == 7
@@ -103,6 +105,29 @@ def test_a_bad_file_is_named(run, capsys, file, content, says):
     error = capsys.readouterr().err
     assert says in error and str((run / file).parent) in error and len(error.splitlines()) == 1
     assert (content is None and says.startswith("has no")) or str(run / file) in error
+
+
+def test_claims_are_shown_as_soon_as_an_experiment_is_done(finished, capsys):
+    told = []
+    early = EarlyClaims(finished, lambda *words: told.append(words))
+    early("next: one", 1, 2, "loss 1.0")
+    assert [line.split("\t")[:2] for line in capsys.readouterr().out.splitlines()][:2] == [
+        ["holds", "fake"],
+        ["fails", "fake"],
+    ]
+    early("next: one", 2, 2, "loss 0.5")
+    early("another: one", 1, 2, "loss 0.5")
+    assert capsys.readouterr().out == "" and early.shown == {"fake"}
+    assert [words[1] for words in told] == [1, 2, 1]
+
+
+def test_claims_fit_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    print_claims([("fake", Claim("A claim of many words. " * 5, None, "Its numbers, in many more words. " * 9))])
+    out = re.sub("\x1b\\[[0-9]+m", "", capsys.readouterr().out)
+    assert out.startswith("undecided  fake: A claim") and max(map(len, out.splitlines())) <= 60
+    assert out.count("many") == 14
 
 
 def test_an_unknown_experiment_is_answered_with_the_choices(capsys):
@@ -183,4 +208,60 @@ def test_in_a_browser(run, browser, width, dark):
     assert each('[src], [srcset], link:not([href^="data:"])', "e.outerHTML") == []
     assert [link for link in each("[href]", "e.getAttribute('href')") if link[:1] != "#" and link[:5] != "data:"] == []
     assert browser.requests == [(run / "report.html").resolve().as_uri()]
+    assert browser.errors == []
+
+
+def write_training(folder, metrics, **changed):
+    folder.mkdir()
+    run = {"describe": {"cell": "gru", "hidden": 8, "estimator": "uoro", "task": "queue", "note": NASTY}}
+    run |= {"plan": {"updates": 40, "every": 10}, "versions": {"jax": "1"}, "device": {"platform": "cpu"}} | changed
+    (folder / "run.json").write_text(json.dumps(run))
+    if metrics is not None:
+        (folder / "metrics.csv").write_text(metrics)
+    return folder
+
+
+ROWS = "".join(f"{u},{s},{1 / u + s},{2.0 * u},{u - 20}\n" for u in (10, 20, 30) for s in (4, 7) if (u, s) != (30, 7))
+
+
+def test_a_training_run_has_a_report(tmp_path, capsys):
+    """Two seeds, of which one stopped, a column that is below 0, and half a row at the end."""
+    folder = write_training(tmp_path / "run", f"update,seed,loss,gradient_norm,extra\n{ROWS}30,7,0.")
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"report: {folder / 'report.html'}\n"
+    page = (folder / "report.html").read_text()
+    assert "gru of 8 units on the task queue, by uoro: 30 of 40 updates, 2 seeds." in page
+    assert "<script>" not in page and "seed 7" in page and "Other columns" in page
+    rows = [row.split("</td>")[:-1] for row in page.split("<tbody>")[1].split("<tr>")[1:]]
+    cells = [[cell.split(">")[-1] for cell in row] for row in rows]
+    assert [row[:2] for row in cells] == [["4", "30"], ["7", "20"]] and cells[0][4] == "4.03"
+    assert len(list((folder / "figures").glob("training-*.svg"))) == 3
+    assert main(["report", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"report": str(folder / "report.html")}
+
+
+@pytest.mark.parametrize(
+    "metrics, says",
+    [
+        (None, "metrics.csv does not exist"),
+        ("update,seed,loss,gradient_norm\n", "has no rows yet"),
+        ("a,b\n1,2\n", "no columns update and seed"),
+        ("update,seed,loss,gradient_norm\nx,0,1.0,1.0\n", "metrics.csv cannot be read"),
+        ("update,seed,loss\n1,0,1.0\n", "no numbers in its columns loss and gradient_norm"),
+    ],
+)
+def test_a_bad_training_run_is_named(tmp_path, capsys, metrics, says):
+    folder = write_training(tmp_path / "run", metrics)
+    assert main(["report", str(folder)]) == 1
+    error = capsys.readouterr().err
+    assert says in error and str(folder) in error and len(error.splitlines()) == 1
+
+
+def test_a_training_run_in_a_browser(tmp_path, browser):
+    folder = write_training(tmp_path / "run", f"update,seed,loss,gradient_norm,extra\n{ROWS}")
+    assert main(["report", str(folder)]) == 0
+    browser.errors.clear()
+    browser.open(folder / "report.html", 360, True)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 360
+    assert browser.evaluate(f"document.body.innerText.includes({json.dumps(NASTY)})")
     assert browser.errors == []

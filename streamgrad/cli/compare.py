@@ -1,4 +1,4 @@
-"""`streamgrad compare`: the table by which one picks an estimator."""
+"""`streamgrad compare`: the tables by which one picks an estimator."""
 
 import contextlib
 import csv
@@ -8,15 +8,18 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from streamgrad.checks import check_size
 from streamgrad.cli.options import UsageError, check_text, choose, from_options, pairs
 from streamgrad.cli.show import print_table
 from streamgrad.cli.train import Pairs, TaskName
+from streamgrad.files import check_room, replace_text
 from streamgrad.tasks import find_task, task_function
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Bias, variance, time and memory of every estimator for a model, measured and predicted.
+    """Squared error, time and memory of every estimator for a model, measured and predicted.
 
     The model is trained a little with exact gradients first, since the noise of an estimate depends on the parameters.
     """
@@ -47,36 +50,32 @@ class Options:
     updates: int = 200
     """How long to train before, by BPTT and Adam."""
     samples: int = 2048
-    """Estimates that each noisy estimator makes."""
+    """Estimates that each noisy estimator makes; at least 4 for each stream."""
     streams: int = 8
-    """How many run at once; time and memory are given for one of them."""
+    """B, the streams that a gradient is averaged over; time and memory are given for one of them."""
+    seconds: float = 10.0
+    """Most time for the samples of one estimator; a slow one gets fewer of them, and its interval grows."""
     seed: int = 0
     """Of parameters, data and noise."""
     json: bool = False
     """Print JSON, for a program to read."""
     csv: Path | None = None
-    """Write the table to this file as well."""
+    """Write the numbers to this file as well."""
 
 
 def main(options: Options) -> None:
-    """Measure, and print the table with how to read it."""
+    """Measure, and print the tables with how to read them."""
     import jax
 
     from streamgrad.compare import candidates_for, compare
-    from streamgrad.estimators.registry import REGISTRY
-    from streamgrad.files import replace_text
 
-    if options.csv is not None and not options.csv.absolute().parent.is_dir():
-        raise UsageError(f"the folder of --csv {options.csv} does not exist.")
-    for name in options.estimators:
-        choose("--estimators", name, tuple(REGISTRY))
+    check(options)
     task = make_task(options)
     key = jax.random.key(options.seed)
     with showing() as show:
         show("training")
         with from_options():
             model, params, chunk = prepare(options, task, key)
-        candidates = candidates_for(model, params, chunk, options.estimators or None)
         rows = compare(
             model,
             params,
@@ -84,21 +83,43 @@ def main(options: Options) -> None:
             key,
             options.samples,
             options.streams,
-            candidates=candidates,
+            candidates=candidates_for(model, params, chunk, options.estimators or None),
             progress=lambda name, done, of: show(name if of == 1 else f"measuring {name}, {done} of {of}"),
+            past=past_of(make_task(options, options.streams), key),
+            seconds=options.seconds,
         )
-    plain = [_plain(row) for row in rows]
+    plain = [_plain(row, rank) for row, rank in by_rank(rows)]
+    if options.json:
+        print(json.dumps(plain, indent=2))
+    else:
+        print_rows(rows)
     if options.csv is not None:
         text = io.StringIO()
         writer = csv.DictWriter(text, plain[0])
         writer.writeheader()
         writer.writerows(plain)
         replace_text(options.csv, text.getvalue())
-    if options.json:
-        print(json.dumps(plain, indent=2))
-        return
-    print_table(HEADER, [cells(row) for row in rows])
-    print(READING)
+
+
+def check(options: Options) -> None:
+    """What can be known to be wrong before anything is trained."""
+    from streamgrad.compare import LEAST
+    from streamgrad.estimators.registry import REGISTRY
+
+    for name in options.estimators:
+        choose("--estimators", name, tuple(REGISTRY))
+    sizes = {f"--{name}": getattr(options, name) for name in ("hidden", "length", "streams")}
+    with from_options():
+        check_size(**sizes)
+        check_size(least=0, **{"--updates": options.updates})
+        if not options.seconds > 0:
+            raise ValueError(f"--seconds must be above 0, not {options.seconds}.")
+        check_size(least=LEAST * options.streams, **{"--samples": options.samples})
+    if options.csv is not None:
+        folder = options.csv.absolute().parent
+        if not folder.is_dir() or options.csv.is_dir():
+            raise UsageError(f"--csv {options.csv} must be a file in a folder that exists.")
+        check_room(folder, 1 << 16)
 
 
 @contextlib.contextmanager
@@ -113,13 +134,13 @@ def showing() -> Iterator[Callable[[str], None]]:
         yield lambda words: print(words, file=sys.stderr, flush=True)
 
 
-def make_task(options: Options) -> "Task":
-    """The task with its options, in a batch to train on."""
+def make_task(options: Options, batch_size: int = 32) -> "Task":
+    """The task with its options; 32 streams to train on."""
     function = task_function(options.task)
     given = pairs("--task-options", options.task_options, function, skip=["batch_size", "length"])
     check_text(options.task, given)
     length = {} if options.task in ("digits", "mnist") else {"length": options.length}  # theirs is that of an image
-    return find_task(options.task, **given, batch_size=32, **length)
+    return find_task(options.task, **given, batch_size=batch_size, **length)
 
 
 def prepare(options: Options, task: "Task", key: Any) -> "tuple[Model, Params, Chunk]":
@@ -129,13 +150,10 @@ def prepare(options: Options, task: "Task", key: Any) -> "tuple[Model, Params, C
 
     from streamgrad import cells
     from streamgrad.base import Chunk, Model
-    from streamgrad.checks import check_size
     from streamgrad.estimators.bptt import bptt
     from streamgrad.online import batched
     from streamgrad.train.loop import begin, run, training_step
 
-    check_size(hidden=options.hidden, length=options.length, streams=options.streams)
-    check_size(least=0, updates=options.updates)
     model = Model(getattr(cells, options.cell)(task.n_in, options.hidden), task.head)
     optimizer, est = optax.adam(3e-3), batched(bptt(model), task.batch_size)
     ts = begin(model, task, est, optimizer, key)
@@ -149,49 +167,118 @@ def prepare(options: Options, task: "Task", key: Any) -> "tuple[Model, Params, C
     return model, ts.params, Chunk(chunk.inputs, chunk.targets, chunk.reset)
 
 
-def _plain(row: "Comparison") -> dict[str, Any]:
-    return {name: None if isinstance(x, float) and math.isnan(x) else x for name, x in row._asdict().items()}
+def past_of(task: "Task", key: Any) -> Callable[[int], "Chunk"]:
+    """Chunks that estimators learn from before they are measured; all see the same ones."""
+    import jax
+
+    key = jax.random.fold_in(key, 1)
+    sample, seen, state = jax.jit(task.sample), [], task.init(key)
+
+    def past(index: int) -> "Chunk":
+        nonlocal state
+        while len(seen) <= index:
+            chunk, state = sample(task.data, state, jax.random.fold_in(key, len(seen)))
+            seen.append(chunk)
+        return seen[index]
+
+    return past
 
 
-HEADER = [
-    "estimator",
-    "bias",
-    "its noise",
-    "seen",
-    "variance",
-    "95%",
-    "predicted",
-    "µs/step",
-    "state",
-    "scratch",
-]
+def _plain(row: "Comparison", rank: int | None) -> dict[str, Any]:
+    named = {"rank": rank, **row._asdict()}
+    return {name: None if isinstance(x, float) and math.isnan(x) else x for name, x in named.items()}
+
+
+def by_rank(rows: Sequence["Comparison"]) -> list[tuple["Comparison", int | None]]:
+    """Rows with their ranks, the best first; those of hindsight at the end."""
+    from streamgrad.compare import ranks
+
+    return sorted(zip(rows, ranks(rows), strict=True), key=lambda pair: (pair[1] is None, pair[0].squared_error))
+
+
+def print_rows(rows: Sequence["Comparison"]) -> None:
+    """The ranking, what it is made of, and how to read both."""
+    ranked = by_rank(rows)
+    places = [rank for _, rank in ranked]
+    streams = rows[0].streams
+    header = ["rank", "estimator", f"error, B={streams}", "±95%", "µs/step", "state", "scratch"]
+    lines = []
+    for row, rank in ranked:
+        place = "-" if rank is None else f"{rank}{'=' if places.count(rank) > 1 else ''}"
+        error, noise = ("0", "") if row.verdict == "exact" else (number(row.squared_error), row.squared_error_noise)
+        memory = [size(row.state_bytes), size(row.scratch_bytes)]
+        lines.append([place, row.name, error, within(noise), number(row.us_per_step), *memory])
+    print_table(header, lines)
+    print()
+    print_table(DETAILS, [details(row) for row, _ in ranked])
+    print(READING.format(streams=streams))
+    print(advice(ranked))
+
+
+DETAILS = ["estimator", "bias²", "±95%", "seen", "variance", "±95%", "theory"]
+GLUE = "\N{NO-BREAK SPACE}"  # keeps a name in one line
 READING = """
-How to read it. g is the exact gradient of the chunk, by BPTT.
-- bias: distance of the mean estimate from g, over the norm of g. Its noise is what that distance would be without any
-  bias; seen is "none" where it is not beyond noise. Bias cannot be averaged away.
-- variance: total variance over the squared norm of g; averaging over B streams divides it by B. Predicted is what the
-  theory says of it; "<" because GIR's alpha depends on the noise, which makes the theory an over-estimate.
-- µs/step: for one step of one stream. State is what a stream carries from chunk to chunk; scratch is needed during an
-  update, and that of bptt grows with the chunk.
-- The optimal alpha and Q_0 know the chunk's future: they show what there is to gain, not what one can have.
-Pick the cheapest one without bias whose variance you can average away."""
+How to read it. g is the exact gradient of the chunk, by BPTT; errors are
+relative to its squared norm.
+- error: the expected squared distance from g of the mean over {streams} streams,
+  bias² + variance / {streams}. Rows of the same rank, marked "=", differ by no more
+  than the noise of this measurement; more --samples tell them apart.
+- bias² does not fall with the number of streams; seen is "none" where it is
+  not beyond noise. variance is that of one stream's estimate.
+- theory: the predicted variance; "<" where that is a bound, because GIR's
+  alpha depends on the noise.
+- µs/step and memory are for one stream. state is kept from chunk to chunk;
+  scratch is needed during an update, and that of bptt grows with the chunk.
+- carry=True has learnt from earlier chunks of the same task; the stream that
+  it is measured on begins with the chunk, as for all.
+- Rank "-": optimal alpha and Q_0 were fitted to this very chunk. They show
+  what there is to gain.
+"""
 
 
-def cells(row: "Comparison") -> list[str]:
-    """A row of the printed table."""
-    predicted = "" if row.predicted is None else f"{'<' if row.predicted_is_bound else ''}{number(row.predicted)}"
+def advice(ranked: Sequence[tuple["Comparison", int | None]]) -> str:
+    """Which rows are worth a look: those that no other online row beats in error without taking longer."""
+    online = [row for row, rank in ranked if rank is not None and row.promise != "exact in the chunk"]
+    unbiased = [row for row in online if row.promise == "exact" or row.promise.startswith("unbiased")]
+    lines = []
+    for rows, which in ((online, "of those that work online"), (unbiased, "of those without bias")):
+        if rows:
+            names = "; ".join(row.name.replace(" ", GLUE) for row in unbeaten(rows))
+            lines.append(f"Smallest error for its time, {which}: {names}.")
+    lines.append("A small error is not yet fast learning: noise averages out over updates, bias adds up.")
+    filled = [textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False) for line in lines]
+    return "\n".join(filled).replace(GLUE, " ")
+
+
+def unbeaten(rows: Sequence["Comparison"]) -> list["Comparison"]:
+    """Those of which no other has a smaller error, beyond noise, in no more time."""
+    from streamgrad.compare import same_error
+
+    def beats(other: "Comparison", row: "Comparison") -> bool:
+        smaller = other.squared_error < row.squared_error and not same_error(other, row)
+        return smaller and other.us_per_step <= row.us_per_step
+
+    return [row for row in rows if not any(beats(other, row) for other in rows)]
+
+
+def details(row: "Comparison") -> list[str]:
+    """A row of the second table."""
+    bound = "<" if row.predicted_is_bound else ""
+    exact = row.verdict == "exact"
     return [
         row.name,
-        number(row.bias),
-        number(row.bias_noise),
+        "0" if exact else number(row.squared_bias),
+        within("" if exact else row.squared_bias_noise),
         {"none seen": "none"}.get(row.verdict, row.verdict),
         number(row.variance),
-        f"±{number(1.96 * row.variance_error)}",
-        predicted,
-        number(row.us_per_step),
-        size(row.state_bytes),
-        size(row.scratch_bytes),
+        within("" if exact else row.variance_error),
+        "" if row.predicted is None else f"{bound}{number(row.predicted)}",
     ]
+
+
+def within(error: float | str) -> str:
+    """Half of the 95% interval from a standard error, or nothing."""
+    return error if isinstance(error, str) else f"±{number(1.96 * error)}"
 
 
 def number(x: float) -> str:

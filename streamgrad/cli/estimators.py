@@ -26,5 +26,7 @@ def main(options: Options) -> None:
     if options.json:
         print(json.dumps([{field: getattr(row, field) for field in fields} for row in ROWS], indent=2))
         return
-    rows = [[row.name, row.promise, row.time, row.memory, ", ".join(row.cuts) or "none", row.summary] for row in ROWS]
-    print_table(["estimator", "gradient", "time per step", "memory", "cuts", "what it is"], rows)
+    print_table(["estimator", "what it is"], [[row.name, row.summary] for row in ROWS])
+    print()
+    rows = [[row.name, row.promise, row.time, row.memory, ", ".join(row.cuts) or "none"] for row in ROWS]
+    print_table(["estimator", "gradient", "time/step", "memory", "cuts"], rows)

@@ -12,6 +12,7 @@ import tyro
 from streamgrad.cli.options import choose
 from streamgrad.experiments import EXTRA, MODULES
 
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 NAMES = [*MODULES, "all", *EXTRA]
 
 
@@ -22,7 +23,8 @@ class Options:
     experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="|".join(NAMES))] = "all"
     """Which; by default all but tune, which searches for the settings that the others are given."""
     preset: Literal["smoke", "laptop", "paper"] = "laptop"
-    """How large: smoke (seconds), laptop (minutes, on two cores), paper (the paper's sizes, for a GPU)."""
+    """How large: smoke (about a minute, nearly all of it compilation), laptop (3 to 6 minutes on two cores), paper
+    (the paper's sizes, for a GPU)."""
     out: Path | None = None
     """Folder of the run; runs/PRESET by default."""
     data: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = os.environ.get("STREAMGRAD_DATA") or None
@@ -38,7 +40,7 @@ class Options:
 def main(options: Options) -> int:
     """Run, write the page, and print what became of the claims; a claim that fails is a finding, not an error."""
     from streamgrad.cli.progress import show_progress
-    from streamgrad.cli.report import print_outcome
+    from streamgrad.cli.report import EarlyClaims, print_outcome
     from streamgrad.experiments.reproduce import expand, reproduce
     from streamgrad.report import collect, write_report
 
@@ -46,17 +48,21 @@ def main(options: Options) -> int:
     folder = options.out or Path("runs") / options.preset
     names = expand(options.experiment)
     command = shlex.join(["streamgrad", *sys.argv[1:]])
+    if options.preset == "smoke":  # its programs run for milliseconds: compiling fast is worth more
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = flags if FAST_COMPILATION in flags else f"{flags} {FAST_COMPILATION}".strip()
     with show_progress(quiet=options.json) as progress:
+        early = EarlyClaims(folder, progress)
         reproduce(
             names,
             options.preset,
             folder,
-            progress,
+            progress if options.json else early,
             data=options.data,
             resume=options.resume,
             seed=options.seed,
             command=command,
         )
     content = collect(folder)
-    print_outcome(content, write_report(content), options.json)
+    print_outcome(content, write_report(content), options.json, early.shown)
     return 0

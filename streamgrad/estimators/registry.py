@@ -34,7 +34,8 @@ class Row(NamedTuple):
       memory: likewise.
       cuts: where it can cut the transition; empty if it does not.
       summary: one line.
-      options: what to make it with where the caller has no wish of his own.
+      options: the default options.
+      variants: other options worth comparing with them, one mapping for each.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Row(NamedTuple):
     cuts: tuple[str, ...]
     summary: str
     options: Mapping[str, Any] = MappingProxyType({})
+    variants: tuple[Mapping[str, Any], ...] = ()
 
 
 ROWS = (
@@ -56,6 +58,7 @@ ROWS = (
         "tbptt", tbptt, "truncated", "window P", "window S", (),
         "every loss reaches back `window` steps, also across chunks",
         MappingProxyType({"window": 3}),
+        (MappingProxyType({"window": 10}),),
     ),
     Row("rtrl", rtrl, "exact", "S² P", "S P", CUT_NAMES, "the whole Jacobian dh/dθ, carried forward"),
     Row(
@@ -65,6 +68,13 @@ ROWS = (
     Row(
         "uoro", uoro, "unbiased", "G P", "P", CUT_NAMES,
         "dh/dθ as a product of two vectors; `groups=G` trades time for variance",
+        variants=(
+            MappingProxyType({"groups": 4}),
+            MappingProxyType({"groups": 16}),
+            MappingProxyType({"immediate": "exact"}),
+            MappingProxyType({"carry": True}),
+            MappingProxyType({"cut": "state"}),
+        ),
     ),
     Row(
         "preuoro", preuoro, "unbiased", "N P", "N S", ("preactivation",),

@@ -24,6 +24,7 @@ from streamgrad.base import GradientEstimator, Model
 from streamgrad.cells import lstm
 from streamgrad.estimators import preuoro, rtrl, spatial_rtrl, uoro
 from streamgrad.experiments.base import Claim, Experiment, Progress, Section, Table
+from streamgrad.experiments.evidence import judge, log_ratio, show_ratio
 from streamgrad.experiments.records import Record, finite_trials, read_settings, show_interval
 from streamgrad.experiments.variance import plan_of, train_one
 from streamgrad.online import batched
@@ -183,17 +184,17 @@ def read_finished(folder: Path) -> dict[str, Record]:
 def all_claims(folder: Path) -> list[Claim]:
     """Every claim of this experiment: the paper's two, then ours on groups."""
     final = {name: _final(record) for name, record in read_finished(folder).items()}
-    means = {name: float(np.mean(trials)) for name, trials in final.items()}
 
     def claim(text: str, below: list[tuple[str, str]], reason: str) -> Claim:
         """Of every pair in `below` the first must have the lower loss."""
         names = list(dict.fromkeys(itertools.chain(*below)))
-        numbers = "; ".join(f"{LABELS[name]}: {show_interval(final[name])}" for name in names if name in means)
+        numbers = "; ".join(f"{LABELS[name]}: {show_interval(final[name])}" for name in names if name in final)
         detail = f"Loss over the last tenth of the updates, mean over trials and its 95% interval: {numbers}."
-        if not all(name in means for name in names):
-            return Claim(text, None, detail + " Not all of the settings were run to the end.")
-        holds = all(means[low] < means[high] for low, high in below)
-        return Claim(text, holds, detail if holds else f"{detail} It fails here. {reason}")
+        if not all(name in final for name in names):
+            return judge(text, None, detail)
+        logs = {pair: log_ratio(final[pair[1]], final[pair[0]]) for pair in below}
+        ratios = "; ".join(f"{LABELS[high]} over {LABELS[low]}: {show_ratio(x)}" for (low, high), x in logs.items())
+        return judge(text, logs.values(), f"{detail} Ratios of geometric means: {ratios}.", reason)
 
     return [
         claim(

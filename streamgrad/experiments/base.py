@@ -11,8 +11,8 @@ class Claim(NamedTuple):
 
     Attributes:
       text: the statement, in one sentence.
-      holds: whether the numbers bear it out; None where the recorded data cannot tell.
-      detail: the numbers, in one sentence, and where it fails why.
+      holds: whether the numbers bear it out; None where they leave it undecided, see `evidence.decide`.
+      detail: the numbers with their uncertainty, and where it fails why.
     """
 
     text: str

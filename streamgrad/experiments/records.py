@@ -6,12 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Student's t at 97.5%, by degrees of freedom from 1 on; beyond them the normal distribution's is close enough.
-_T = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
+from streamgrad.experiments.evidence import quantile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +16,12 @@ class Record:
     Attributes:
       update: the number of updates made at each row, `[rows]`.
       columns: by name, `[trials, rows]`; NaN where a trial has no such row, because it stopped before.
+      seeds: of the trials.
     """
 
     update: np.ndarray
     columns: dict[str, np.ndarray]
+    seeds: tuple[int, ...] = ()
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.columns[name]
@@ -55,7 +52,7 @@ def read_record(path: Path) -> Record:
         raise ValueError(f"{path} has no rows yet.")
     table = {name: [row[i] for row in rows] for i, name in enumerate(header)}
     updates, row_of = np.unique(np.array(table["update"], float).astype(int), return_inverse=True)
-    _, trial_of = np.unique(np.array(table["seed"], float).astype(int), return_inverse=True)
+    seeds, trial_of = np.unique(np.array(table["seed"], float).astype(int), return_inverse=True)
     columns = {}
     for name in header:
         if name in ("update", "seed"):
@@ -66,7 +63,7 @@ def read_record(path: Path) -> Record:
         except ValueError:
             continue  # words, not a measurement
         columns[name] = values
-    return Record(updates, columns)
+    return Record(updates, columns, tuple(int(seed) for seed in seeds))
 
 
 def read_settings(folder: Path, names: list[str]) -> dict[str, Record]:
@@ -95,8 +92,7 @@ def mean_and_half_width(trials: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     mean = np.asarray(np.mean(trials, axis=0))
     if count < 2:
         return mean, np.zeros_like(mean)
-    quantile = _T[count - 2] if count - 2 < len(_T) else 1.96
-    return mean, np.asarray(quantile * np.std(trials, axis=0, ddof=1) / np.sqrt(count))
+    return mean, np.asarray(quantile(count - 1) * np.std(trials, axis=0, ddof=1) / np.sqrt(count))
 
 
 def median_filter(trials: np.ndarray, width: int) -> np.ndarray:

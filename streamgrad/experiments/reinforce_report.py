@@ -1,15 +1,21 @@
 """The report of the REINFORCE experiment: distance to UORO, variance and bias over σ, the effect of Q_0."""
 
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from streamgrad.experiments.base import Claim, Section, Table
+from streamgrad.experiments.evidence import Estimate, judge, log_ratio_of_means, power, show_ratio, within
 
 # σ small enough for the leading term to be all that is seen.
 SMALL = 1e-2
+SMALLER = 1e-3  # likewise for variances, to which UORO's own adds
+# How close a measured variance must be to the predicted one.
+TOLERANCE = 0.15
+Z = 1.96  # standard errors of a mean over thousands of samples in half of its 95% interval
 
 LABELS = {
     "none": "no baseline",
@@ -32,10 +38,15 @@ def sections(folder: Path) -> list[Section]:
     ]
 
 
-def slope(sigma: np.ndarray, value: np.ndarray) -> float:
-    """The power of σ that `value` follows, fitted over small σ."""
-    small = sigma <= SMALL * (1 + 1e-9)
-    return float(np.polyfit(np.log(sigma[small]), np.log(value[small]), 1)[0])
+def small_power(sigma: np.ndarray, value: np.ndarray, largest: float = SMALL) -> Estimate:
+    """The power of σ that `value` follows, fitted over σ up to `largest`."""
+    small = sigma <= largest * (1 + 1e-9)
+    return power(sigma[small], value[small])
+
+
+def _near(estimate: Estimate, goal: float, tolerance: float) -> list[Estimate]:
+    """Margins for an estimate to be within a tolerance of its goal."""
+    return [estimate.above(goal - tolerance), estimate.below(goal + tolerance)]
 
 
 def _read(folder: Path, name: str) -> Rows:
@@ -74,23 +85,22 @@ def _limit(rows: Rows) -> Section:
     for cell in _unique(rows, "cell"):
         for q0, style in (("identity", "-"), ("best", "--")):
             sigma, distance = _series(rows, "distance", cell=cell, q0=q0, precision="float64")
-            fitted[cell, q0] = slope(sigma, distance)
+            fitted[cell, q0] = small_power(sigma, distance)
             colour = f"C{_unique(rows, 'cell').index(cell)}"
             ax.plot(sigma, distance, style, color=colour, label=cell if q0 == "identity" else f"{cell}, best $Q_0$")
             single, rounded = _series(rows, "distance", cell=cell, q0=q0, precision="float32")
             if len(single):
                 ax.plot(single, rounded, ":", color=colour, label=f"{cell}, float32")
             nearest = f"{rounded.min():.1g} at {single[rounded.argmin()]:.1g}" if len(single) else ""
-            table.append([cell, q0, f"{fitted[cell, q0]:.3f}", f"{distance[-1]:.1e}", nearest])
+            table.append([cell, q0, f"{fitted[cell, q0].value:.3f}", f"{distance[-1]:.1e}", nearest])
     ax.set_ylabel("relative distance to UORO")
     ax.legend(frameon=False, fontsize=9)
-    holds = all(abs(value - 1) < 0.05 for value in fitted.values())
-    listed = ", ".join(f"{cell} ({q0} Q_0) {value:.3f}" for (cell, q0), value in fitted.items())
-    claim = Claim(
+    listed = ", ".join(f"{cell} ({q0} Q_0) {_fit(found)}" for (cell, q0), found in fitted.items())
+    claim = judge(
         "With the loss of a noise-free twin as baseline, REINFORCE becomes UORO at the state as the noise goes to "
         "zero: under the same noise their distance falls in proportion to its size.",
-        holds,
-        f"Fitted powers for σ up to {SMALL:g}: {listed}.",
+        [margin for found in fitted.values() for margin in _near(found, 1.0, 0.05)],
+        f"Fitted powers for σ up to {SMALL:g}, with their 95% intervals: {listed}.",
     )
     text = (
         "The same noise is given to both estimators. The dotted line is in float32, where the difference of two losses "
@@ -108,7 +118,7 @@ def _variance(rows: Rows) -> Section:
         _, error = _series(rows, "error", baseline=baseline, quantity="variance")
         measured[baseline] = (sigma, value, error)
         ax.errorbar(sigma, value, 2 * error, fmt="o-", ms=3, color=COLOURS[baseline], label=label)
-        table.append([label, f"{slope(sigma, value):.3f}", f"{value[0]:.3g}", f"{value[-1]:.3g}"])
+        table.append([label, f"{small_power(sigma, value, SMALLER).value:.3f}", f"{value[0]:.3g}", f"{value[-1]:.3g}"])
     _, term = _series(rows, "predicted", baseline="none", quantity="variance")
     _, limit = _series(rows, "predicted", baseline="noise_free", quantity="variance")
     sigma, bias = _series(rows, quantity="bias")
@@ -120,32 +130,7 @@ def _variance(rows: Rows) -> Section:
     ax.set_ylabel("variance / squared norm of the gradient")
     ax.legend(frameon=False, fontsize=8)
 
-    small = sigma <= SMALL / 10 * (1 + 1e-9)  # UORO's own variance and terms of higher order are gone
-    power = slope(*measured["none"][:2])
-    ratios = measured["none"][1][small] / term[small]
-    worst = float(np.max(np.abs(ratios - 1)))
-    _, last, last_error = (column[-1] for column in measured["noise_free"])
-    powers = {name: slope(*measured[name][:2]) for name in ("average", "position")}
-    gains = {name: measured[name][1][-1] / measured["none"][1][-1] for name in powers}
-    claims = [
-        Claim(
-            "Without a baseline the variance grows as the inverse square of the noise, as the predicted term says.",
-            abs(power + 2) < 0.1 and worst < 0.05,
-            f"Fitted power {power:.3f}; measured over predicted within {100 * worst:.1f}% for σ up to {SMALL / 10:g}.",
-        ),
-        Claim(
-            "With the noise-free baseline the variance stays bounded, and becomes that of UORO at the state.",
-            bool(abs(last - limit[0]) < max(4 * last_error, 0.05 * limit[0])),
-            f"{last:.4g} ± {last_error:.2g} at the smallest noise, where UORO's is {limit[0]:.4g}.",
-        ),
-        Claim(
-            "An average of past losses, over all steps or for each position of an episode, is no such baseline: "
-            "the variance still grows as the inverse square of the noise.",
-            all(abs(value + 2) < 0.1 for value in powers.values()),
-            f"Fitted powers {powers['average']:.3f} and {powers['position']:.3f}; at the smallest noise the variance "
-            f"is {gains['average']:.3g} and {gains['position']:.3g} times that without a baseline.",
-        ),
-    ]
+    claims = _variance_claims(measured, term, limit[0])
     text = (
         f"Total variance of the gradient with respect to the cell's parameters ({_unique(rows, 'cell')[0]}), over its "
         "squared norm; bars are two standard errors. The squared bias is that of the gradient of the expected loss, "
@@ -157,25 +142,66 @@ def _variance(rows: Rows) -> Section:
     return Section(title, figure, text, claims, Table(header, table), ["variance.csv"])
 
 
+def _variance_claims(
+    measured: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]], term: np.ndarray, limit: float
+) -> list[Claim]:
+    """What the variances over σ are held against: the predicted term, and UORO's variance as the limit."""
+    powers = {name: small_power(*measured[name][:2], SMALLER) for name in ("none", "average", "position")}
+    sigma, values, errors = measured["none"]
+    small = sigma <= SMALLER * (1 + 1e-9)
+    known = zip(values[small], errors[small], term[small], strict=True)
+    ratios = [log_ratio_of_means(Estimate(v, Z * e), Estimate(t, 0.0)) for v, e, t in known]
+    worst = max(ratios, key=lambda log: abs(log.value))
+    last = Estimate(float(measured["noise_free"][1][-1]), Z * float(measured["noise_free"][2][-1]))
+    end = log_ratio_of_means(last, Estimate(float(limit), 0.0))
+    gains = {name: measured[name][1][-1] / measured["none"][1][-1] for name in ("average", "position")}
+    return [
+        judge(
+            "Without a baseline the variance grows as the inverse square of the noise, as the predicted term says.",
+            [*_near(powers["none"], -2.0, 0.1), *(margin for log in ratios for margin in within(log, 0.05))],
+            f"Fitted power {_fit(powers['none'])}; measured over predicted, the worst for σ up to {SMALLER:g}: "
+            f"{show_ratio(worst)}.",
+        ),
+        judge(
+            "With the noise-free baseline the variance stays bounded, and becomes that of UORO at the state, "
+            f"within {100 * TOLERANCE:.0f}%.",
+            within(end, TOLERANCE),
+            f"{last} at the smallest noise, where UORO's is {limit:.4g}: {show_ratio(end)} times.",
+        ),
+        judge(
+            "An average of past losses, over all steps or for each position of an episode, is no such baseline: "
+            "the variance still grows as the inverse square of the noise.",
+            [margin for name in gains for margin in _near(powers[name], -2.0, 0.1)],
+            f"Fitted powers {_fit(powers['average'])} and {_fit(powers['position'])}; at the smallest noise the "
+            f"variance is {gains['average']:.3g} and {gains['position']:.3g} times that without a baseline.",
+        ),
+    ]
+
+
+def _fit(found: Estimate) -> str:
+    return f"{found.value:.3f} ± {found.half:.3f}"
+
+
 def _shaping(rows: Rows) -> Section:
-    table, details, holds = [], [], True
+    table, details, margins = [], [], []
     for cell in _unique(rows, "cell"):
         plain, best = (
             next(row for row in rows if row["cell"] == cell and row["q0"] == q0) for q0 in ("identity", "best")
         )
         predicted = float(plain["predicted"]) / float(best["predicted"])
-        found = float(plain["value"]) / float(best["value"])
-        relative = [float(row["error"]) / float(row["value"]) for row in (plain, best)]
-        error = found * np.hypot(relative[0], relative[1])
-        holds = holds and predicted >= 1 and abs(found - predicted) < max(4 * error, 0.05 * predicted)
-        details.append(f"{cell} {found:.3g} ± {error:.2g} measured, {predicted:.3g} predicted")
+        variances = [Estimate(float(row["value"]), Z * float(row["error"])) for row in (plain, best)]
+        found = log_ratio_of_means(*variances)
+        # What is predicted is exact: it lowers the variance, or the claim fails.
+        margins += [Estimate(predicted - 1 + 1e-9, 0.0), *within(found.above(math.log(predicted)), TOLERANCE)]
+        details.append(f"{cell} {show_ratio(found)} measured, {predicted:.3g} predicted")
         for row in (plain, best):
             shown = f"{float(row['value']):.4g} ± {float(row['error']):.2g}"
             term = float(row["score_at_1"])
             table.append([cell, row["q0"], shown, f"{float(row['predicted']):.4g}", f"{term:.4g}"])
-    claim = Claim(
-        "The Q_0 that lowers UORO's variance lowers REINFORCE's as the covariance of its noise, and as much.",
-        holds,
+    claim = judge(
+        "The Q_0 that lowers UORO's variance lowers REINFORCE's as the covariance of its noise, and as much, "
+        f"within {100 * TOLERANCE:.0f}%.",
+        margins,
         f"Variance without over that with the best Q_0: {'; '.join(details)}.",
     )
     text = (

@@ -1,11 +1,13 @@
 """What the recorded numbers of the `variance` experiment say: figures, tables and claims."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from streamgrad.experiments.base import Claim, Section, Table
+from streamgrad.experiments.evidence import Estimate, difference, judge, log_ratio, mean_of, show_ratio, within
 from streamgrad.experiments.records import Record, finite_trials, read_settings, show, show_interval
 
 LABELS = {
@@ -19,6 +21,8 @@ BEST = "ours-ours"
 
 # Where in training settings are compared: V(Q) is heavy-tailed, so that single updates say nothing.
 LATE, FINAL = 0.5, 0.1
+# ‖ĝ - g‖² - ‖g‖² of very few samples may be below 0, where its logarithm is to be far away.
+TINY = 1e-30
 
 Records = dict[str, Record]
 
@@ -43,8 +47,8 @@ def read_finished(folder: Path) -> Records:
     return records
 
 
-def typical_ratio(record: Record) -> float:
-    """Measured V(Q) over predicted V(Q): the median over the windows of the last half, of all trials.
+def typical_log_ratio(record: Record) -> np.ndarray:
+    """log of measured over predicted V(Q) for each trial: the median over its windows of the last half.
 
     A window, one row of the record, holds means over many updates. A median of windows, because V(Q) has so heavy a
     tail that a single window may outweigh all others: of its few episodes of enormous V(Q) the theory sees the mean
@@ -52,7 +56,8 @@ def typical_ratio(record: Record) -> float:
     """
     late = record.update > record.update[-1] * (1 - LATE)
     actual, expected = finite_trials(record, "actual")[:, late], finite_trials(record, "expected")[:, late]
-    return float(np.median(actual / expected))
+    ratios = actual / expected
+    return np.log(np.maximum(np.median(ratios, axis=1), TINY))
 
 
 def mean_ratio(record: Record) -> float:
@@ -62,93 +67,92 @@ def mean_ratio(record: Record) -> float:
 
 def variance_claims(records: Records) -> list[Claim]:
     """What Figure 2 is held against."""
-    ratios = {name: typical_ratio(record) for name, record in records.items()}
-    means = {name: mean_ratio(record) for name, record in records.items()}
-    measured = {name: float(np.mean(_late(record, "actual"))) for name, record in records.items()}
-    relative = {name: measured[name] / float(np.mean(_late(r, "intrinsic"))) for name, r in records.items()}
-    where = "Means over trials and the last half of the updates"
-    typical = "median over all windows of updates in the last half"
-
-    def listed(values: dict[str, float], names: list[str]) -> str:
-        return "; ".join(f"{LABELS[name]}: {show(values[name])}" for name in names if name in values)
-
+    ratios = {name: mean_of(typical_log_ratio(record)) for name, record in records.items()}
+    measured = {name: np.maximum(_late(record, "actual"), TINY) for name, record in records.items()}
+    typical = "Measured over predicted, median over the windows of the last half of the updates, with its 95% interval"
     ours, gir = ["identity-ours", "ours-ours"], ["identity-gir", "ours-gir"]
-    right = _judge(records, ours, all(abs(ratios[name] - 1) <= 0.15 for name in ours if name in ratios))
-    over = _judge(records, gir, all(ratios[name] < 1 for name in gir if name in ratios))
-    lowest = _judge(records, NAMES, min(measured, key=measured.__getitem__) == BEST)
+
+    def listed(names: list[str]) -> str:
+        return "; ".join(f"{LABELS[name]}: {show_ratio(ratios[name])}" for name in names if name in ratios)
+
+    means = "; ".join(f"{LABELS[name]}: {show(mean_ratio(records[name]))}" for name in ours if name in records)
+    relative = "; ".join(
+        f"{LABELS[name]}: {show(float(np.mean(measured[name]) / np.mean(_late(record, 'intrinsic'))))}"
+        for name, record in records.items()
+    )
     return [
-        Claim(
+        judge(
             "The predicted V(Q) is within 15% of the measured one when α is optimal.",
-            right,
-            f"Measured over predicted, {typical}: {listed(ratios, ours)}. Ratio of the means over all of them, which "
-            f"few episodes can decide: {listed(means, ours)}."
-            + _why(right, "Few samples of a heavy-tailed quantity may be off by this much."),
+            _if_run(records, ours, lambda: [m for name in ours for m in within(ratios[name], 0.15)]),
+            f"{typical}: {listed(ours)}. Ratio of the means over all of them, which few episodes can decide: {means}.",
+            "Few samples of a heavy-tailed quantity may be off by this much.",
         ),
-        Claim(
+        judge(
             "The predicted V(Q) is too high when α is GIR's.",
-            over,
-            f"Measured over predicted, {typical}: {listed(ratios, gir)}. The theory takes α to be independent of the "
-            "noise; GIR looks at the noise, and shrinks what happens to be large."
-            + _why(over, "Here that did not lower the measured variance below the prediction."),
+            _if_run(records, gir, lambda: [ratios[name].below(0.0) for name in gir]),
+            f"{typical}: {listed(gir)}. The theory takes α to be independent of the noise; GIR looks at the noise, and "
+            "shrinks what happens to be large.",
+            "Here that did not lower the measured variance below the prediction.",
         ),
-        Claim(
+        _lowest(
             "The measured V(Q) is lowest when both Q₀ and α are ours.",
-            lowest,
-            f"{where}, measured V(Q): {listed(measured, NAMES)}. Relative to the squared norm of the gradient: "
-            f"{listed(relative, NAMES)}."
-            + _why(lowest, "The settings train different networks, whose gradients differ in size."),
+            measured,
+            "Mean over trials and the last half of the updates",
+            "The settings train different networks, whose gradients differ in size.",
+            f" Means relative to the squared norm of the gradient: {relative}.",
         ),
     ]
 
 
 def training_claims(records: Records) -> list[Claim]:
     """What Figure 1 is held against."""
-    final = {name: _late(record, "loss", FINAL) for name, record in records.items()}
-    means = {name: float(np.mean(trials)) for name, trials in final.items()}
-    lowest = _judge(records, NAMES, min(means, key=means.__getitem__) == BEST)
-    texts = "; ".join(f"{LABELS[name]}: {show_interval(trials)}" for name, trials in final.items())
     return [
-        Claim(
+        _lowest(
             "The training curve is lowest when both Q₀ and α are ours.",
-            lowest,
-            f"Loss over the last tenth of the updates, mean over trials and its 95% interval: {texts}."
-            + _why(lowest, "The gain in variance did not outweigh the setting's lower learning rate, or chance."),
+            {name: _late(record, "loss", FINAL) for name, record in records.items()},
+            "Loss over the last tenth of the updates, mean over trials and its 95% interval",
+            "The gain in variance did not outweigh the setting's lower learning rate, or chance.",
         )
     ]
+
+
+def _lowest(text: str, trials: dict[str, np.ndarray], what: str, if_fails: str, more: str = "") -> Claim:
+    """Whether the trials of the best setting are below those of every other, by the ratio of geometric means."""
+    others = [name for name in trials if name != BEST and BEST in trials]
+    logs = {name: log_ratio(trials[name], trials[BEST]) for name in others}
+    numbers = "; ".join(f"{LABELS[name]}: {show_interval(values)}" for name, values in trials.items())
+    over = "; ".join(f"{LABELS[name]}: {show_ratio(log)}" for name, log in logs.items())
+    detail = f"{what}: {numbers}." + (f" Over {LABELS[BEST]}, geometric means: {over}." if over else "") + more
+    return judge(text, list(logs.values()) if set(trials) == set(NAMES) else None, detail, if_fails)
 
 
 def alpha_claims(records: Records) -> list[Claim]:
     """What Figure 3 is held against."""
     late = {name: _alpha_steps(record) for name, record in records.items()}
     early = {name: _alpha_steps(record, early=True) for name, record in records.items()}
-    spread = {name: max(values.values()) - min(values.values()) for name, values in early.items()}
-    extreme = _judge(
-        records,
-        NAMES,
-        all(spread[f"{q0}-gir"] > spread[f"{q0}-ours"] for q0 in ("identity", "ours") if len(spread) == 4),
-    )
-    reversed_order = _judge(records, [BEST], BEST in late and late[BEST][max(late[BEST])] > late[BEST][min(late[BEST])])
-    texts = "; ".join(f"{LABELS[name]}: {show(value)}" for name, value in spread.items())
+    spread = {name: np.ptp(np.stack(list(values.values())), axis=0) for name, values in early.items()}
+    rises = {name: values[max(values)] - values[min(values)] for name, values in late.items()}
+    pairs = [(f"{q0}-gir", f"{q0}-ours") for q0 in ("identity", "ours")]
+    texts = "; ".join(f"{LABELS[name]}: {show_interval(trials)}" for name, trials in spread.items())
     ends = "; ".join(
-        f"{LABELS[name]}: {show(values[min(values)])} to {show(values[max(values)])}" for name, values in late.items()
+        f"{LABELS[name]}: {show(float(np.mean(values[min(values)])))} to "
+        f"{show(float(np.mean(values[max(values)])))}, a rise of {show_interval(rises[name])}"
+        for name, values in late.items()
     )
     return [
-        Claim(
+        judge(
             "Early in training GIR's coefficients are more extreme than the optimal ones.",
-            extreme,
-            f"Largest less smallest log α_s, means over the first tenth of the updates: {texts}."
-            + _why(
-                extreme,
-                "The paper puts GIR's extremes down to gradients that vanish early in training; a forget gate that "
-                "begins with a bias of 1, as here, lets less of them vanish. The paper does not say how its weights "
-                "begin.",
-            ),
+            _if_run(records, NAMES, lambda: [difference(spread[a], spread[b]) for a, b in pairs]),
+            "Largest less smallest log α_s over the first tenth of the updates, mean over trials and its 95% interval: "
+            f"{texts}.",
+            "The paper puts GIR's extremes down to gradients that vanish early in training; a forget gate that begins "
+            "with a bias of 1, as here, lets less of them vanish. The paper does not say how its weights begin.",
         ),
-        Claim(
+        judge(
             "With both ours the order is reversed: the last step of an episode has a larger α than the first.",
-            reversed_order,
-            f"log α of the first and the last step, means over the last half of the updates: {ends}."
-            + _why(reversed_order, "The figure shows the order at the steps between."),
+            _if_run(records, [BEST], lambda: [mean_of(rises[BEST])]),
+            f"log α of the first and the last step over the last half of the updates: {ends}.",
+            "The figure shows the order at the steps between.",
         ),
     ]
 
@@ -207,7 +211,7 @@ def _variances(records: Records) -> Section:
     for name, record in records.items():
         actual, expected = np.mean(_late(record, "actual")), np.mean(_late(record, "expected"))
         relative = actual / np.mean(_late(record, "intrinsic"))
-        ratios = (typical_ratio(record), mean_ratio(record))
+        ratios = (float(np.exp(np.mean(typical_log_ratio(record)))), mean_ratio(record))
         rows.append([LABELS[name], *(show(float(x)) for x in (actual, expected, *ratios, relative))])
     text = (
         "The part of the variance that Q₀ and α can change: as the theory predicts it, and as it was measured while "
@@ -266,22 +270,16 @@ def _steps(record: Record) -> list[int]:
     return sorted(int(name.removeprefix(prefix)) for name in record.columns if name.startswith(prefix))
 
 
-def _alpha_steps(record: Record, early: bool = False) -> dict[int, float]:
-    """log α_s by s, mean over trials and the first tenth or the last half of the updates."""
+def _alpha_steps(record: Record, early: bool = False) -> dict[int, np.ndarray]:
+    """log α_s of each trial by s, mean over the first tenth or the last half of the updates."""
     last = record.update[-1]
     when = record.update <= max(last * 0.1, record.update[0]) if early else record.update > last * (1 - LATE)
-    return {s: float(np.mean(finite_trials(record, f"log_alpha_{s}")[:, when])) for s in _steps(record)}
+    return {s: np.mean(finite_trials(record, f"log_alpha_{s}")[:, when], axis=1) for s in _steps(record)}
 
 
-def _judge(records: Records, needed: list[str], verdict: bool) -> bool | None:
+def _if_run(records: Records, needed: list[str], margins: Callable[[], list[Estimate]]) -> list[Estimate] | None:
     """None where a setting that is needed has no trial that reached the end."""
-    return bool(verdict) if all(name in records for name in needed) else None
-
-
-def _why(holds: bool | None, reason: str) -> str:
-    if holds is None:
-        return " Not all of the settings were run to the end."
-    return "" if holds else f" It fails here. {reason}"
+    return margins() if all(name in records for name in needed) else None
 
 
 def _files(records: Records) -> list[str]:

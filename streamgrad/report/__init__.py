@@ -1,6 +1,20 @@
 """The report of a run: one page, with everything in it, that a browser opens without a network."""
 
-from streamgrad.report.page import Content, Part, collect, write_report
+from streamgrad.report.page import Content, Part, collect, sections_of, write_report
 from streamgrad.report.run import Run, load_run, save_run
+from streamgrad.report.training import Training, collect_training, is_training, write_training_report
 
-__all__ = ["Content", "Part", "Run", "collect", "load_run", "save_run", "write_report"]
+__all__ = [
+    "Content",
+    "Part",
+    "Run",
+    "Training",
+    "collect",
+    "collect_training",
+    "is_training",
+    "load_run",
+    "save_run",
+    "sections_of",
+    "write_report",
+    "write_training_report",
+]

@@ -16,7 +16,7 @@ from streamgrad.report.run import Run, load_run
 
 PAGE = "report.html"
 LARGEST_DOWNLOAD = 4_000_000  # bytes of one CSV file; a page must still open on a phone
-VERDICTS = {True: "holds", False: "fails", None: "cannot tell"}
+VERDICTS = {True: "holds", False: "fails", None: "undecided"}
 
 
 class Part(NamedTuple):
@@ -68,8 +68,7 @@ def collect(folder: str | Path) -> Content:
     parts = []
     for name, entry in run.experiments.items():
         if entry["done"]:
-            experiment = find_experiment(name)
-            parts.append(Part(experiment, entry, _sections(experiment, folder / name)))
+            parts.append(Part(find_experiment(name), entry, sections_of(name, folder)))
     if not parts:
         raise ValueError(f"no experiment in {folder} is finished: `streamgrad reproduce --resume` goes on with it.")
     return Content(folder, run, parts, [name for name, entry in run.experiments.items() if not entry["done"]])
@@ -84,28 +83,63 @@ def write_report(content: Content) -> Path:
     Returns:
       The page's path.
     """
+    embedded: set[str] = set()
+    parts = [
+        {"part": part, "sections": prepare(content.folder, part.experiment.name, part.sections, embedded)}
+        for part in content.parts
+    ]
+    counts = {word: sum(c.holds is held for *_, c in content.claims) for held, word in VERDICTS.items()}
+    sections = [section for part in parts for section in part["sections"]]
+    return render(
+        content.folder, "page.html.j2", sections, content=content, run=content.run, parts=parts, counts=counts
+    )
+
+
+def prepare(folder: Path, name: str, sections: list[Section], embedded: set[str]) -> list[dict[str, Any]]:
+    """Sections as the templates take them; writes their figures.
+
+    Args:
+      folder: the run's.
+      name: what their ids begin with; a folder inside the run's where their files are, if there is one.
+      sections: the sections.
+      embedded: the files that the page has already; is added to.
+
+    Returns:
+      For each its id, the section, its figures as SVG elements, its files, and which columns are numbers.
+    """
+    from markupsafe import Markup
+
+    figures = folder / "figures"
+    figures.mkdir(exist_ok=True)
+    found = []
+    for number, section in enumerate(sections, 1):
+        place, svgs = f"{name}-{number}", []
+        if section.figure is not None:
+            document = standalone_svg(section.figure)
+            replace_text(figures / f"{place}.svg", document)
+            shapes = {"wide": document, "narrow": narrow_svg(section.figure)}
+            svgs = [Markup(inline_svg(svg, f"{place}-{kind}-", section.title, kind)) for kind, svg in shapes.items()]
+            _close(section.figure)
+        files = [_download(folder, name, file, embedded) for file in section.files]
+        found.append({"id": place, "section": section, "svgs": svgs, "files": files, "numeric": _numeric(section)})
+    return found
+
+
+def render(folder: Path, template: str, sections: list[dict[str, Any]], **values: Any) -> Path:
+    """Write `folder/report.html` from a template.
+
+    Args:
+      folder: the run's.
+      template: its name.
+      sections: from `prepare`, all that the page has.
+      values: what else the template asks for.
+
+    Returns:
+      The page's path.
+    """
     import jinja2
     from markupsafe import Markup
 
-    figures = content.folder / "figures"
-    figures.mkdir(exist_ok=True)
-    parts, embedded = [], set()
-    for part in content.parts:
-        sections = []
-        for number, section in enumerate(part.sections, 1):
-            name = f"{part.experiment.name}-{number}"
-            svgs = []
-            if section.figure is not None:
-                document = standalone_svg(section.figure)
-                replace_text(figures / f"{name}.svg", document)
-                shapes = {"wide": document, "narrow": narrow_svg(section.figure)}
-                svgs = [Markup(inline_svg(svg, f"{name}-{kind}-", section.title, kind)) for kind, svg in shapes.items()]
-                _close(section.figure)
-            files = [_download(content.folder, part.experiment.name, file, embedded) for file in section.files]
-            sections.append(
-                {"id": name, "section": section, "svgs": svgs, "files": files, "numeric": _numeric(section)}
-            )
-        parts.append({"part": part, "sections": sections})
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("streamgrad.report", ""),
         autoescape=True,
@@ -113,14 +147,10 @@ def write_report(content: Content) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(duration=duration, plain=_plain, paragraphs=_paragraphs)
-    counts = {word: sum(c.holds is held for *_, c in content.claims) for held, word in VERDICTS.items()}
-    rules = Markup(dark_rules(svg for part in parts for section in part["sections"] for svg in section["svgs"]))
-    html = environment.get_template("page.html.j2").render(
-        content=content, run=content.run, parts=parts, counts=counts, verdicts=VERDICTS, rules=rules
-    )
-    replace_text(content.folder / PAGE, html)
-    return content.folder / PAGE
+    environment.filters.update(duration=duration, plain=_plain, paragraphs=_paragraphs, verdict=VERDICTS.__getitem__)
+    rules = Markup(dark_rules(svg for section in sections for svg in section["svgs"]))
+    replace_text(folder / PAGE, environment.get_template(template).render(rules=rules, sections=sections, **values))
+    return folder / PAGE
 
 
 def duration(seconds: float) -> str:
@@ -138,8 +168,17 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def _sections(experiment: Experiment, folder: Path) -> list[Section]:
-    """The sections of one experiment, once its files have been looked at."""
+def sections_of(name: str, run: Path) -> list[Section]:
+    """The sections of one experiment of a run.
+
+    Args:
+      name: of the experiment.
+      run: the run's folder.
+
+    Returns:
+      Its sections. ValueError, which names the file, where one is missing, empty or corrupt.
+    """
+    experiment, folder = find_experiment(name), run / name
     files = sorted(folder.rglob("*.csv")) if folder.is_dir() else []
     if not files:
         raise ValueError(f"{folder} has no CSV files: run `streamgrad reproduce {experiment.name}` anew.")
@@ -231,6 +270,8 @@ def _plain(value: Any) -> str:
         return {True: "yes", False: "no", None: "—"}[value]
     if isinstance(value, float):
         return f"{value:g}" if math.isfinite(value) else str(value)
+    if isinstance(value, list | tuple | dict) and not value:
+        return "—"
     if isinstance(value, list | tuple):
         return ", ".join(_plain(item) for item in value)
     if isinstance(value, dict):

@@ -102,7 +102,7 @@ def load_run(folder: Path) -> Run:
     """
     path = Path(folder) / FILE
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: {folder} is not a folder that `streamgrad reproduce` has written.")
+        raise ValueError(f"{path} does not exist: {folder} has no run of `streamgrad reproduce` or `streamgrad train`.")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of JSON or of UTF-8
