@@ -1,12 +1,11 @@
 """The experiment on what is carried over: from end to end at toy size, and its claims over rows of known numbers."""
 
 import csv
-import dataclasses
 
 import numpy as np
 import pytest
 
-from streamgrad.experiments import carried, find_experiment
+from streamgrad.experiments import find_experiment
 from streamgrad.experiments.carried_report import means, sections
 
 
@@ -53,14 +52,3 @@ def test_smoke(tmp_path):
     experiment.run(experiment.presets["smoke"], tmp_path, lambda *words: told.append(words), resume=True)
     assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert all(np.isfinite(float(cell)) for section in found[:1] for row in section.table.rows for cell in row[1:3])
-
-
-@pytest.mark.slow
-def test_streams(tmp_path):
-    """The queue task, a step at a time; with statistics of the driver alone."""
-    config = dataclasses.replace(carried.PRESETS["smoke"], watched=(), stream_updates=(200, 0), points=1)
-    pair = carried.stream_tasks("queue", config, None)
-    rows = list(carried.streams(*pair, config, 200, lambda *words: None))
-    assert {row["setting"] for row in rows} == {"gir", "hindsight", "one"}
-    assert all(np.isfinite(row["v"]) and row["ready"] == 1 for row in rows)
-    assert carried.stream_tasks("text", config, None) is None

@@ -30,6 +30,6 @@ def test_ablation():
 
 def test_carried_over():
     rows = carried_report.read(recorded("carried") / "variance_episodes.csv")
-    claims = carried_report.claims("episodes", rows)
+    claims = carried_report.claims(rows)
     assert len(claims) == 2
     assert [claim.detail for claim in claims if not claim.holds] == []

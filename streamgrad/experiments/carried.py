@@ -1,9 +1,9 @@
 """Beyond the paper: Q_0 and α carried over from past windows, against GIR and against those that see the future.
 
-(a) Digits row by row, the setting of Section 7.2. Along one training trajectory every setting gathers its statistics
-from the same episodes at the same parameters, and at some points of it V(Q)/‖g‖² of each is measured on the same fresh
-episodes. Then each setting drives a training of its own. (b) The same along endless streams: the queue task, with an
-update after every step, and characters of a text.
+Digits row by row, the setting of Section 7.2. Along one training trajectory every setting gathers its statistics from
+the same episodes at the same parameters, and at some points of it V(Q)/‖g‖² of each is measured on the same fresh
+episodes. Then each setting drives a training of its own. Endless streams are another matter, since what counts there
+is a running state: `benchmarks/live.py`.
 """
 
 import csv
@@ -45,15 +45,13 @@ class Config:
       episodes: "mnist" where its files are at hand, else "digits".
       hidden: units of the LSTM.
       streams: B.
-      updates: along the trajectory of (a), and of each training.
+      updates: along the trajectory, and of each training.
       points: at how many points of a trajectory V(Q) is measured.
       draws: gradient estimates of each stream, for each measurement.
       seeds: trainings of each setting.
-      watched: settings whose statistics are gathered along the trajectories, beside that of one stream, which drives.
+      watched: settings whose statistics are gathered along the trajectory, beside that of one stream, which drives.
       trained: settings that drive a training.
-      exact_every: the exact setting looks at one batch in so many along the trajectory of (a); it is slow.
-      stream_updates: of the queue task and of the text, in this order; 0 for none.
-      window: steps that a reverse pass goes back in a stream, and steps over which V(Q) is measured there.
+      exact_every: the exact setting looks at one batch in so many along the trajectory; it is slow.
       seed: of all randomness.
     """
 
@@ -67,14 +65,12 @@ class Config:
     watched: tuple[str, ...] = ("all",)
     trained: tuple[str, ...] = ("gir", "one")
     exact_every: int = 1
-    stream_updates: tuple[int, int] = (0, 0)
-    window: int = 32
     seed: int = 0
 
 
 PRESETS = MappingProxyType(
     {
-        "smoke": Config(hidden=4, streams=3, updates=20, points=2, draws=2, trained=("gir",), window=8),
+        "smoke": Config(hidden=4, streams=3, updates=20, points=2, draws=2, trained=("gir",)),
         "laptop": Config(),
         "paper": Config(
             episodes="mnist",
@@ -85,8 +81,6 @@ PRESETS = MappingProxyType(
             watched=("all", "diagonal", "online"),
             trained=("gir", "exact", "all", "one"),
             exact_every=4,
-            stream_updates=(6400, 1000),
-            window=64,
         ),
     }
 )
@@ -121,15 +115,6 @@ def episode_settings(length: int) -> dict[str, Carry]:
         "one": carried(episode=length),
         "diagonal": carried(episode=length, q0="diagonal"),
         "online": carried(episode=length, streams=None, alpha="gir", statistics="appendix_f"),
-    }
-
-
-def stream_settings(window: int, streams: int) -> dict[str, Carry]:
-    """What is carried over along endless streams."""
-    return {
-        "all": carried(window=window, streams=streams, decay=0.95, refresh=1),
-        "one": carried(window=window, refresh=1),
-        "diagonal": carried(window=window, q0="diagonal", refresh=1),
     }
 
 
@@ -201,49 +186,41 @@ def follow(
     return begin, jax.jit(go, static_argnums=3)
 
 
-def trajectory(
-    model: Model, task: Task, fresh: Task, carries: dict[str, Carry], config: Config, updates: int, progress: Progress
-) -> Iterator[dict[str, Any]]:
+def trajectory(model: Model, task: Task, config: Config, progress: Progress) -> Iterator[dict[str, Any]]:
     """Rows of V(Q)/‖g‖² along one trajectory, driven by what is carried over from one stream.
 
     Args:
       model: the model.
-      task: trained on.
-      fresh: gives the episodes, or stretches of streams, that V(Q) is measured on.
-      carries: what is carried over, by name.
+      task: gives the episodes.
       config: how much.
-      updates: how many.
       progress: told of it.
 
     Yields:
       The rows.
     """
+    carries, updates = episode_settings(task.length), config.updates
     watchers = {name: carry for name, carry in carries.items() if name in config.watched}
     est = sg.batched(sg.uoro(model, carry=carries["one"]), task.batch_size)
-    begin, go = follow(model, task, "one", est, watchers, config.exact_every if task.episodic else None)
+    begin, go = follow(model, task, "one", est, watchers, config.exact_every)
     look_back = hindsight(model, damping=0.005)
-    measured = measure(model, fresh.length, config.draws)
-    solve = None if not task.episodic else exact_setting(model, task.length, task.batch_size, 0.005)
+    measured = measure(model, task.length, config.draws)
+    solve = exact_setting(model, task.length, task.batch_size, 0.005)
     root = jax.random.key(7 + config.seed)
     now, each = begin(root), updates // config.points
     size = sg.cuts.layout(model.cell, model.cell.cuts["preactivation"]).size
     for point in range(config.points):
         now, loss = go(task.data, now, root, each)
         key = jax.random.fold_in(root, 2**31 + point)
-        chunk, _ = fresh.sample(fresh.data, fresh.init(key), key)
-        # A stretch of a stream begins with a fresh state, and all settings see the same one.
+        chunk, _ = task.sample(task.data, task.init(key), key)
         chunk = Chunk(chunk.inputs, chunk.targets)
         shared = {"one": now.state.shared, **now.shared}
         choices: dict[str, tuple] = {"gir": (jnp.eye(size), None), "hindsight": look_back(now.params, chunk)}
-        if solve is not None and now.exact is not None:
-            choices["exact"] = solve.choose(now.params, now.exact, chunk)
+        assert now.exact is not None
+        choices["exact"] = solve.choose(now.params, now.exact, chunk)
         # One that is not ready yet would use the identity and GIR.
         choices |= {
-            name: chosen(state, fresh) if bool(state.ready) else choices["gir"] for name, state in shared.items()
+            name: chosen(state, task) if bool(state.ready) else choices["gir"] for name, state in shared.items()
         }
-        if not task.episodic and "all" in shared:  # what is lost by Q_0, and what by γ
-            (best_q0, best_alpha), (q0, alpha) = choices["hindsight"], choices["all"]
-            choices |= {"own q0": (q0, best_alpha), "own alpha": (best_q0, alpha)}
         for name, (q0, alpha) in choices.items():
             found = measured(now.params, chunk, q0, alpha, key)
             yield {
@@ -261,12 +238,10 @@ def trajectory(
 
 
 def chosen(shared: Any, task: Task) -> tuple[Array, Array | None]:
-    """Q_0 and α of every stream that a setting would use for the next window."""
+    """Q_0 and α of every stream that a setting would use for the next episode."""
     q0, alpha = shared.shaping.q0, shared.alpha
     if alpha is None:
         return q0, None
-    if alpha.ndim == 1:  # γ of a stream
-        alpha = alpha[None] ** (task.length - 1 - jnp.arange(task.length)).astype(alpha.dtype)[:, None]
     return q0, jnp.broadcast_to(alpha[:, 0][None], (task.batch_size, task.length))
 
 
@@ -302,45 +277,15 @@ def run(config: Config, folder: Path, progress: Progress, resume: bool = False, 
       folder: where to.
       progress: told how far it is.
       resume: whether parts that are complete are kept; those of another configuration are refused.
-      data: folder with MNIST, and with `text/*.txt`; without a text there is no part on characters.
+      data: folder with MNIST.
     """
     begin_folder(folder, config, resume)
     where = {"folder": data} if config.episodes == "mnist" else {}
     task = find_task(config.episodes, batch_size=config.streams, **where)
     model = sg.Model(sg.cells.lstm(task.n_in, config.hidden), task.head)
-    write(
-        folder / "variance_episodes.csv",
-        resume,
-        lambda: trajectory(model, task, task, episode_settings(task.length), config, config.updates, progress),
-    )
+    write(folder / "variance_episodes.csv", resume, lambda: trajectory(model, task, config, progress))
     for name in config.trained:
         write(folder / f"training_{name}.csv", resume, lambda name=name: training(model, task, name, config, progress))
-    for name, updates in zip(("queue", "text"), config.stream_updates, strict=True):
-        pair = stream_tasks(name, config, data) if updates else None
-        if updates and pair is None:
-            progress(name, 0, updates, "left out: the data folder has no text/*.txt")
-        if pair is not None:
-            rows = functools.partial(streams, *pair, config, updates, progress)
-            write(folder / f"variance_{name}.csv", resume, rows)
-
-
-def streams(task: Task, fresh: Task, config: Config, updates: int, progress: Progress) -> Iterator[dict[str, Any]]:
-    """The rows of an endless stream."""
-    model = sg.Model(sg.cells.lstm(task.n_in, config.hidden), task.head)
-    return trajectory(model, task, fresh, stream_settings(config.window, config.streams), config, updates, progress)
-
-
-def stream_tasks(name: str, config: Config, data: Path | None) -> tuple[Task, Task] | None:
-    """A stream to train on, in short chunks, and one to measure on, in a long one; None without its data."""
-    if name == "queue":
-        options = {"delay": 4, "batch_size": config.streams}
-        return find_task("queue", length=1, **options), find_task("queue", length=config.window, **options)
-    texts = [] if data is None else sorted((data / "text").glob("*.txt"))
-    if not texts:
-        return None
-    options = {"path": texts[0], "batch_size": config.streams}
-    length = max(1, config.window // 4)
-    return find_task("text", length=length, **options), find_task("text", length=config.window, **options)
 
 
 def begin_folder(folder: Path, config: Config, resume: bool) -> None:

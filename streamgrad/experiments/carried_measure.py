@@ -200,6 +200,7 @@ class Seen(NamedTuple):
 
     rescaling: Array
     tangent: Array
+    cotangent: Array
 
 
 def watch(model: Model, params: Params, cell: PyTree, chunk: Chunk) -> tuple[PyTree, Info]:
@@ -246,7 +247,8 @@ def watcher(model: Model, carry: Carry) -> tuple[Callable[[Params], Any], Callab
     def look(params: Params, shared: Any, seen: tuple[PyTree, Info], chunk: Chunk) -> Any:
         cell, info = seen
         one = jnp.ones((*info.loss.shape, 1), info.loss.dtype)
-        none = Seen(jnp.zeros(len(one), jnp.int32), jnp.zeros((len(one), 1)))
+        nothing = jnp.zeros((len(one), 1))
+        none = Seen(jnp.zeros(len(one), jnp.int32), nothing, nothing)
         state = EstimatorState(cell, none, shared)
         info = Info(info.loss, {**info.diagnostics, "gamma": one, "beta": one})
         return learn(params, state, state, chunk, info)[0]

@@ -19,31 +19,24 @@ TITLES = MappingProxyType(
         "one": "carried over, 1 stream",
         "diagonal": "carried over, 1 stream, diagonal Q_0",
         "online": "B of Appendix F from all streams, GIR",
-        "own q0": "Q_0 carried over from all streams, alpha of hindsight",
-        "own alpha": "alpha carried over from all streams, Q_0 of hindsight",
     }
 )
 # Okabe and Ito's colours, which tell apart also for most who see colours differently.
 COLOURS = dict(
     zip(
         TITLES,
-        ("#000000", "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#66c2a5", "#999999"),
+        ("#000000", "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7"),
         strict=True,
     )
 )
-NAMES = MappingProxyType({"episodes": "Digits, row by row", "queue": "The queue task", "text": "Characters of a text"})
 # The statistics are young at the first points of a trajectory.
 WARM = 0.25
 
 
 def sections(folder: Path) -> list[Section]:
     """The report of what `run` wrote into the folder; parts that were not run are left out."""
-    found = []
-    for part, title in NAMES.items():
-        path = folder / f"variance_{part}.csv"
-        if path.exists():
-            rows = read(path)
-            found.append(variance_section(part, title, path.name, rows))
+    path = folder / "variance_episodes.csv"
+    found = [variance_section(path.name, read(path))] if path.exists() else []
     trained = sorted(folder.glob("training_*.csv"))
     if trained:
         found.append(training_section(trained))
@@ -71,8 +64,8 @@ def means(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: float(np.exp(np.mean(np.log(v)))) for name, v in warm(rows).items()}
 
 
-def variance_section(part: str, title: str, file: str, rows: list[dict[str, Any]]) -> Section:
-    """V(Q) along a trajectory: a figure, a table, and on episodes the two claims."""
+def variance_section(file: str, rows: list[dict[str, Any]]) -> Section:
+    """V(Q) along a trajectory: a figure, a table, and the two claims."""
     mean = means(rows)
     shown = [name for name in TITLES if name in mean]
     gamma = {}
@@ -84,40 +77,18 @@ def variance_section(part: str, title: str, file: str, rows: list[dict[str, Any]
         [[TITLES[name], f"{mean[name]:.1f}", f"{mean['gir'] / mean[name]:.2f}", gamma[name]] for name in shown],
     )
     figure = _curves(rows, shown, "v")
-    return Section(f"{title}: V(Q) along one trajectory", figure, _text(part, mean), claims(part, rows), table, [file])
-
-
-def _text(part: str, mean: dict[str, float]) -> str:
-    task = "episodes" if part == "episodes" else "stretches of the stream, from a fresh state on,"
-    words = (
-        f"At each point all settings are measured on the same {task} with the same Gaussian noise at the same "
-        "parameters: the mean of ‖ĝ - g‖² - ‖g‖² over streams and draws, over the mean ‖g‖². "
+    text = (
+        "At each point all settings are measured on the same episodes with the same Gaussian noise at the same "
+        "parameters: the mean of ‖ĝ - g‖² - ‖g‖² over streams and draws, over the mean ‖g‖²."
     )
-    if part == "episodes":
-        return words
-    gain, bound = mean["gir"] / mean["one"], mean["gir"] / mean["hindsight"]
-    words += f"One stream's statistics lower it {gain:.1f}-fold; hindsight could {bound:.1f}-fold. "
-    if "own q0" in mean and "own alpha" in mean:
-        by_q0, by_alpha = mean["own q0"] / mean["hindsight"], mean["own alpha"] / mean["hindsight"]
-        words += (
-            f"With hindsight's α and the Q_0 that is carried over, V(Q) is {by_q0:.1f} times hindsight's; with its Q_0 "
-            f"and the γ that is carried over, {by_alpha:.1f} times: "
-            + ("Q_0 loses more than γ. " if by_q0 > by_alpha else "γ loses more than Q_0. ")
-        )
-    words += (
-        "What is carried over is an average over past parameters and past stretches, with few rows of each below the "
-        "diagonal; hindsight is fitted to the very stretches that it is measured on."
-    )
-    return words
+    return Section("Digits, row by row: V(Q) along one trajectory", figure, text, claims(rows), table, [file])
 
 
-def claims(part: str, rows: list[dict[str, Any]]) -> list[Claim]:
-    """What the points of a trajectory are held against; nothing is claimed of streams.
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """What the points of a trajectory are held against.
 
     All settings are measured at the same points with the same noise, so their ratios are taken point by point.
     """
-    if part != "episodes":
-        return []
     points, mean, found = warm(rows), means(rows), []
 
     def ratio(a: str, b: str) -> tuple[Estimate, str]:
