@@ -168,7 +168,7 @@ def check_own_state(expected: EstimatorState, state: EstimatorState) -> None:
     check_like("state.cell", expected.cell, state.cell, "the cell's state")
     for part in ("memory", "shared"):
         own, found = getattr(expected, part), getattr(state, part)
-        if not jax.tree_util.all_leaves([own]) and type(own) is not type(found):
+        if not isinstance(own, jax.ShapeDtypeStruct) and type(own) is not type(found):
             raise ValueError(
                 f"state must be what this estimator's own init(params) returns, but its {part} is of type "
                 f"{_kind(found)}, and this estimator's is of type {_kind(own)}."
