@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from streamgrad._typing import PyTree
-from streamgrad.base import CUT_NAMES, Cell, Chunk, Cut, EstimatorState, Model, Params
+from streamgrad.base import CUT_NAMES, Cell, Chunk, Cut, EstimatorState, GradientEstimator, Model, Params
 from streamgrad.keys import check_key as check_key
 
 
@@ -96,9 +96,18 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model must be a streamgrad.Model(cell, head), not {_kind(model)}.")
 
 
-def check_cell(step: Any, init_params: Any, init_state: Any, output: Any) -> PyTree:
-    """The functions of a cell fit together; returns shapes and dtypes of its parameters."""
-    check_arguments("step", step, "params", "state", "x")
+def check_estimator(est: Any) -> None:
+    """`est` is a `GradientEstimator`."""
+    if not isinstance(est, GradientEstimator):
+        raise ValueError(f"est must be an estimator, such as streamgrad.uoro(model) returns, not {_kind(est)}.")
+
+
+def check_cell(step: Any, init_params: Any, init_state: Any, output: Any, first: str = "params") -> PyTree:
+    """The functions of a cell fit together; returns shapes and dtypes of its parameters.
+
+    `first` is what the step's first argument is called.
+    """
+    check_arguments("step", step, first, "state", "x")
     check_arguments("init_params", init_params, "key")
     check_arguments("init_state", init_state)
     check_arguments("output", output, "state")
@@ -176,8 +185,8 @@ def check_own_state(expected: EstimatorState, state: EstimatorState) -> None:
     check_like("state.memory", expected.memory, state.memory, "what this estimator's own init(params) returns")
     wanted, leaves = jax.tree.leaves((expected.cell, expected.memory)), jax.tree.leaves((state.cell, state.memory))
     for index, (want, got) in enumerate(zip(wanted, leaves, strict=True)):
-        dtype = getattr(got, "dtype", None)
-        if want.dtype != (jnp.result_type(got) if dtype is None else dtype):
+        # As JAX will read it: without 64 bits an array of numpy in float64 is one of float32.
+        if want.dtype != getattr(got, "dtype", None) and want.dtype != jnp.result_type(got):
             where = _paths(EstimatorState(state.cell, state.memory, ()))[index]
             raise ValueError(
                 f"state{where} is {jnp.result_type(got)}, but for these params it must be {want.dtype}: "

@@ -21,6 +21,7 @@ from streamgrad.base import (
 from streamgrad.checks import (
     check_batch,
     check_chunk,
+    check_estimator,
     check_model,
     check_own_state,
     check_params,
@@ -114,7 +115,7 @@ def estimator(
     def check_all(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> None:
         check_params(expected, params)
         check_state(state)
-        check_own_state(expected_state(*(leaf.dtype for leaf in jax.tree.leaves(params))), state)
+        check_own_state(expected_state(*map(jnp.result_type, jax.tree.leaves(params))), state)
         check(chunk, check_chunk(model, chunk), key)
 
     def check_streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> None:
@@ -243,8 +244,7 @@ def batched(est: GradientEstimator, batch_size: int) -> GradientEstimator:
       >>> info.loss.shape
       (4, 5)
     """
-    if not isinstance(est, GradientEstimator):
-        raise ValueError("est must be an estimator, such as what streamgrad.uoro(model) returns.")
+    check_estimator(est)
     check_size(batch_size=batch_size)
     run = est.streams or _mean_of_streams(est)
 

@@ -80,7 +80,12 @@ CELLS = {
     "model.init of many keys": (lambda: MODEL.init(jax.random.split(KEY, 2)), "key must be a single JAX PRNG key"),
     "head of a loss of two": (lambda: sg.heads.from_function(lambda k: (), lambda p, y: y), r"called as loss\(params"),
     "head of three": (lambda: sg.heads.from_function(lambda k, w, z: (), lambda p, y, t: y), r"as init_params\(key\)"),
-    "batched of a model": (lambda: sg.batched(MODEL, 2), "est must be an estimator"),
+    "batched of a model": (lambda: sg.batched(MODEL, 2), "est must be an estimator, .* not Model"),
+    "batched of a function": (lambda: sg.batched(sg.uoro, 2), "est must be an estimator, .* not the function uoro"),
+    "variance of nothing": (
+        lambda: sg.variance.empirical(None, (), (), KEY, 2),
+        "est must be an estimator, .* not None",
+    ),
     "online without an influence": (lambda: sg.online(MODEL, None), "influence must be a streamgrad.Influence"),
     "q0 with ragged rows": (lambda: sg.uoro(MODEL, q0=[[1, 2], [3]]), "q0 .* rows have different lengths"),
 }

@@ -55,7 +55,7 @@ def affine(
       ['params', 'preactivation', 'state']
     """
     output = whole_state if output is None else output
-    _check_weights(check_cell(step, init_params, init_state, output))
+    _check_weights(check_cell(step, init_params, init_state, output, first="affine"))
 
     def run(params: PyTree, state: PyTree, x: PyTree, dz: PyTree | None) -> tuple[PyTree, PyTree, PyTree]:
         """The new state, the preactivations and the features."""
@@ -163,6 +163,5 @@ def reads_vector(cell: Cell, n_in: int) -> Cell:
 
 
 def _check_finite(inputs: np.ndarray) -> None:
-    if jnp.issubdtype(inputs.dtype, jnp.floating) and not np.all(np.isfinite(inputs)):
-        wrong = inputs[~np.isfinite(inputs)][0]
-        raise ValueError(f"inputs must be finite, but one of them is {wrong}: replace or leave out what is missing.")
+    if jnp.issubdtype(inputs.dtype, jnp.floating) and not np.all(finite := np.isfinite(inputs)):
+        raise ValueError(f"inputs must be finite, but one of them is {inputs[~finite][0]}: replace what is missing.")
