@@ -251,8 +251,7 @@ def check_values(model: Model, chunk: Chunk) -> None:
     """The numbers of a chunk are ones that the cell and the head can take, as far as they can be read at no cost.
 
     Arrays of numpy are checked, and arrays of JAX that are on the CPU. Those on an accelerator are not, because reading
-    them would make the caller wait for it; nor are traced ones. There a number that a head or cell cannot take makes
-    the loss NaN.
+    them would make the caller wait for it; nor are traced ones. There a class out of range makes the loss NaN.
     """
     for tree, check in ((chunk.inputs, model.cell.check_values), (chunk.targets, model.head.check_values)):
         leaves, structure = jax.tree.flatten(tree)

@@ -82,15 +82,7 @@ def estimator(
     Returns:
       The estimator. Its `update` is traced once for each shape, whether the caller compiles it or not.
     """
-    check_model(model)
-    expected = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-
-    @functools.cache
-    def expected_state(*dtypes: Any) -> EstimatorState:
-        """What `init` returns for parameters of these dtypes; traced once for each, as `update` looks at every call."""
-        leaves, structure = jax.tree.flatten(expected)
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
-        return jax.eval_shape(init, jax.tree.unflatten(structure, shapes))
+    check_init, check_update, check_streams = _checks(model, init, check)
 
     @jax.jit
     def compiled(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
@@ -112,20 +104,8 @@ def estimator(
             new = new._replace(shared=shared)
         return jax.tree.map(lambda leaf: leaf / len(info.loss), total(summands)), new, info
 
-    def check_all(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> None:
-        check_params(expected, params)
-        check_state(state)
-        check_own_state(expected_state(*map(jnp.result_type, jax.tree.leaves(params))), state)
-        check(chunk, check_chunk(model, chunk), key)
-
-    def check_streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> None:
-        one_stream = EstimatorState(one_step(state.cell), one_step(state.memory), state.shared)
-        check_all(params, one_stream, one_step(chunk), one_step(keys))
-
-    check_update, check_streams = once_per_shape(check_all), once_per_shape(check_streams)
-
     def checked_init(params: Params) -> EstimatorState:
-        check_params(expected, params)
+        check_init(params)
         return init(params)
 
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
@@ -139,6 +119,33 @@ def estimator(
         return compiled_streams(params, state, chunk, keys)
 
     return GradientEstimator(checked_init, update, streams)
+
+
+def _checks(
+    model: Model, init: Callable[[Params], EstimatorState], check: Check
+) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """What is checked before `init`, before `update`, and before `update` for a batch of streams."""
+    check_model(model)
+    expected = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+
+    @functools.cache
+    def expected_state(*dtypes: Any) -> EstimatorState:
+        """What `init` returns for parameters of these dtypes."""
+        leaves, structure = jax.tree.flatten(expected)
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        return jax.eval_shape(init, jax.tree.unflatten(structure, shapes))
+
+    def one_stream(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> None:
+        check_params(expected, params)
+        check_state(state)
+        check_own_state(expected_state(*map(jnp.result_type, jax.tree.leaves(params))), state)
+        check(chunk, check_chunk(model, chunk), key)
+
+    def many_streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> None:
+        first = EstimatorState(one_step(state.cell), one_step(state.memory), state.shared)
+        one_stream(params, first, one_step(chunk), one_step(keys))
+
+    return lambda params: check_params(expected, params), once_per_shape(one_stream), once_per_shape(many_streams)
 
 
 def restart(reset: Bool[Array, ""] | None, fresh: PyTree, current: PyTree) -> PyTree:
