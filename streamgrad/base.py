@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
+from streamgrad.keys import check_key
 
 CUT_NAMES = ("state", "params", "preactivation")
 
@@ -113,6 +114,8 @@ class Cell(NamedTuple):
       output: `output(state) -> vector`, what the head reads.
       cuts: the cut vertices that this cell has, by name.
       example_input: shape and dtype of one x, where they are known (`jax.ShapeDtypeStruct`, or a pytree of them).
+      check_values: `check_values(inputs)`, raises ValueError where the cell cannot take the numbers in the
+        inputs of a chunk. It is called with numpy arrays, and only where they can be read at no cost.
     """
 
     init_params: Callable[[Array], PyTree]
@@ -121,6 +124,7 @@ class Cell(NamedTuple):
     output: Callable[[PyTree], Array]
     cuts: Mapping[str, Cut]
     example_input: PyTree | None = None
+    check_values: Callable[[PyTree], None] = lambda inputs: None
 
 
 class Head(NamedTuple):
@@ -130,11 +134,13 @@ class Head(NamedTuple):
       init_params: `init_params(key, width) -> params`, where `width` is that of the cell's output.
       loss: `loss(params, output, target) -> scalar`, for one step.
       check_target: `check_target(target)`, raises ValueError where the shape or dtype of one target is wrong.
+      check_values: `check_values(targets)`, the same for the numbers of a chunk's targets, as `Cell.check_values`.
     """
 
     init_params: Callable[[Array, int], PyTree]
     loss: Callable[[PyTree, Array, PyTree], Array]
     check_target: Callable[[PyTree], None] = lambda target: None
+    check_values: Callable[[PyTree], None] = lambda targets: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +162,17 @@ class Model:
     cell: Cell
     head: Head
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.cell, Cell):
+            got = type(self.cell).__name__
+            raise ValueError(f"cell must be a Cell, such as streamgrad.cells.lstm(3, 8) returns, not of type {got}.")
+        if not isinstance(self.head, Head):
+            got = type(self.head).__name__
+            raise ValueError(f"head must be a Head, such as streamgrad.heads.softmax(2) returns, not of type {got}.")
+
     def init(self, key: Array) -> Params:
         """Draw parameters, with fields `.cell` and `.head`."""
+        check_key(key)
         cell_key, head_key = jax.random.split(key)
         width = jax.eval_shape(lambda: self.cell.output(self.cell.init_state())).shape[0]
         return Params(self.cell.init_params(cell_key), self.head.init_params(head_key, width))

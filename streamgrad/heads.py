@@ -1,14 +1,14 @@
 """Read-outs with their losses. A head reads the cell's output and learns its width from it."""
 
-import inspect
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Head
-from streamgrad.checks import check_callable, check_size
+from streamgrad.checks import accepts, check_arguments, check_callable, check_size
 
 
 def softmax(n_classes: int) -> Head:
@@ -18,8 +18,9 @@ def softmax(n_classes: int) -> Head:
       n_classes: at least 2.
 
     Returns:
-      A head whose targets are whole numbers from 0 to n_classes - 1, one per step. Any other number makes the loss
-      NaN, rather than silently some other class.
+      A head whose targets are whole numbers from 0 to n_classes - 1, one per step. Any other number is an error where
+      the targets are on the host; on an accelerator, and inside `jax.jit`, it makes the loss NaN, rather than silently
+      that of some other class.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
@@ -38,7 +39,10 @@ def softmax(n_classes: int) -> Head:
     def check_target(target: PyTree) -> None:
         _check("softmax", target, (), jnp.integer, "a whole number")
 
-    return Head(lambda key, width: _init(key, n_classes, width), loss, check_target)
+    def check_values(targets: np.ndarray) -> None:
+        _check_range("softmax", targets, 0, n_classes - 1, f"classes, whole numbers from 0 to {n_classes - 1}")
+
+    return Head(lambda key, width: _init(key, n_classes, width), loss, check_target, check_values)
 
 
 def bernoulli(n: int) -> Head:
@@ -66,7 +70,10 @@ def bernoulli(n: int) -> Head:
     def check_target(target: PyTree) -> None:
         _check("bernoulli", target, (n,), None, "numbers")
 
-    return Head(lambda key, width: _init(key, n, width), loss, check_target)
+    def check_values(targets: np.ndarray) -> None:
+        _check_range("bernoulli", targets, 0, 1, "numbers between 0 and 1")
+
+    return Head(lambda key, width: _init(key, n, width), loss, check_target, check_values)
 
 
 def squared_error(n: int) -> Head:
@@ -94,7 +101,11 @@ def squared_error(n: int) -> Head:
     def check_target(target: PyTree) -> None:
         _check("squared_error", target, (n,), None, "numbers")
 
-    return Head(lambda key, width: _init(key, n, width), loss, check_target)
+    def check_values(targets: np.ndarray) -> None:
+        limits = np.finfo(np.float64)
+        _check_range("squared_error", targets, limits.min, limits.max, "finite numbers")
+
+    return Head(lambda key, width: _init(key, n, width), loss, check_target, check_values)
 
 
 def from_function(init_params: Callable[..., PyTree], loss: Callable[[PyTree, Array, PyTree], Array]) -> Head:
@@ -117,12 +128,19 @@ def from_function(init_params: Callable[..., PyTree], loss: Callable[[PyTree, Ar
       >>> head.init_params(jax.random.key(0), 3).shape
       (3,)
     """
-    check_callable(init_params=init_params, loss=loss)
-    try:
-        inspect.signature(init_params).bind("key", "width")
-    except TypeError:
-        return Head(lambda key, width: init_params(key), loss)
-    return Head(init_params, loss)
+    check_callable(init_params=init_params)
+    check_arguments("loss", loss, "params", "output", "target")
+
+    def one_number(params: PyTree, output: Array, target: PyTree) -> Array:
+        value = loss(params, output, target)
+        if jnp.shape(value) != ():
+            raise ValueError(f"loss must return one number, not an array of shape {jnp.shape(value)}.")
+        return value
+
+    if accepts(init_params, "key", "width"):
+        return Head(init_params, one_number)
+    check_arguments("init_params", init_params, "key")
+    return Head(lambda key, width: init_params(key), one_number)
 
 
 def _init(key: Array, n: int, width: int) -> PyTree:
@@ -137,7 +155,16 @@ def _check(head: str, target: PyTree, shape: tuple[int, ...], kind: type | None,
     """One target is a single array of this shape and kind."""
     leaves = jax.tree.leaves(target)
     single = len(leaves) == 1 and leaves[0] is target
-    numeric = single and (target.dtype == bool or jnp.issubdtype(target.dtype, jnp.number))
-    if not numeric or target.shape != shape or (kind is not None and not jnp.issubdtype(target.dtype, kind)):
-        got = f"{target.dtype}{list(target.shape)}" if single else "a tree of arrays"
+    real = single and (
+        target.dtype == bool or any(jnp.issubdtype(target.dtype, k) for k in (jnp.integer, jnp.floating))
+    )
+    if not real or target.shape != shape or (kind is not None and not jnp.issubdtype(target.dtype, kind)):
+        got = f"{target.dtype}{list(target.shape)}" if single else "a tree of arrays" if leaves else "none at all"
         raise ValueError(f"one target of heads.{head} must be {what} of shape {list(shape)}, not {got}.")
+
+
+def _check_range(head: str, targets: np.ndarray, low: int | float, high: int | float, what: str) -> None:
+    """All targets are between `low` and `high`; NaN is not."""
+    if not (np.min(targets) >= low and np.max(targets) <= high):
+        wrong = targets[~((targets >= low) & (targets <= high))][0]
+        raise ValueError(f"targets of heads.{head} must be {what}, but one of them is {wrong}.")

@@ -1,5 +1,6 @@
 """From an influence to a gradient estimator, from one stream to many, and what every estimator shares."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,17 +19,22 @@ from streamgrad.base import (
     real_dtype,
 )
 from streamgrad.checks import (
+    check_batch,
     check_chunk,
-    check_like,
+    check_estimator,
+    check_model,
+    check_own_state,
     check_params,
     check_same_state,
     check_size,
     check_state,
-    is_key,
+    check_values,
     leading_length,
+    once_per_shape,
     one_step,
 )
 from streamgrad.cuts import linearise
+from streamgrad.keys import one_key_per_stream
 
 Result = tuple[Params, EstimatorState, Info]
 Parts = Callable[[Params, EstimatorState, Chunk, Any], tuple[PyTree, EstimatorState, Info]]
@@ -68,15 +74,15 @@ def estimator(
       parts: like `update` in `GradientEstimator`, but what it returns in place of the gradient is left to `total`.
       total: makes the gradient, summed over streams, of what `parts` returns, stacked along a leading axis for
         streams. A sum of outer products, for one, is a single matrix product over all streams and steps.
-      check: `check(chunk, length, key)`, raises ValueError for what this estimator in particular cannot take.
+      check: `check(chunk, length, key)`, raises ValueError for what this estimator in particular cannot take. It looks
+        at shapes and dtypes alone, and is called once for each.
       learn: `learn(params, state before, state after, chunk, info) -> (shared, info)`, for what the streams share and
         learn from each chunk. Called once for all of them: everything has a leading axis for streams but `shared`.
 
     Returns:
       The estimator. Its `update` is traced once for each shape, whether the caller compiles it or not.
     """
-    expected = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    expected_state = jax.eval_shape(model.cell.init_state)
+    check_init, check_update, check_streams = _checks(model, init, check)
 
     @jax.jit
     def compiled(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
@@ -98,26 +104,48 @@ def estimator(
             new = new._replace(shared=shared)
         return jax.tree.map(lambda leaf: leaf / len(info.loss), total(summands)), new, info
 
-    def check_all(params: Params, cell_state: PyTree, chunk: Chunk, key: Any) -> None:
-        check_params(expected, params)
-        check_like("state.cell", expected_state, cell_state, "the cell's state")
-        check(chunk, check_chunk(model, chunk), key)
-
     def checked_init(params: Params) -> EstimatorState:
-        check_params(expected, params)
+        check_init(params)
         return init(params)
 
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
-        check_state(state)
-        check_all(params, state.cell, chunk, key)
+        check_update(params, state, chunk, key)
+        check_values(model, chunk)
         return compiled(params, state, chunk, key)
 
     def streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
-        check_state(state)
-        check_all(params, one_step(state.cell), one_step(chunk), one_step(keys))
+        check_streams(params, state, chunk, keys)
+        check_values(model, chunk)
         return compiled_streams(params, state, chunk, keys)
 
     return GradientEstimator(checked_init, update, streams)
+
+
+def _checks(
+    model: Model, init: Callable[[Params], EstimatorState], check: Check
+) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """What is checked before `init`, before `update`, and before `update` for a batch of streams."""
+    check_model(model)
+    expected = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+
+    @functools.cache
+    def expected_state(*dtypes: Any) -> EstimatorState:
+        """What `init` returns for parameters of these dtypes."""
+        leaves, structure = jax.tree.flatten(expected)
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        return jax.eval_shape(init, jax.tree.unflatten(structure, shapes))
+
+    def one_stream(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> None:
+        check_params(expected, params)
+        check_state(state)
+        check_own_state(expected_state(*map(jnp.result_type, jax.tree.leaves(params))), state)
+        check(chunk, check_chunk(model, chunk), key)
+
+    def many_streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> None:
+        first = EstimatorState(one_step(state.cell), one_step(state.memory), state.shared)
+        one_stream(params, first, one_step(chunk), one_step(keys))
+
+    return lambda params: check_params(expected, params), once_per_shape(one_stream), once_per_shape(many_streams)
 
 
 def restart(reset: Bool[Array, ""] | None, fresh: PyTree, current: PyTree) -> PyTree:
@@ -151,6 +179,9 @@ def online(model: Model, influence: Influence, check: Check = lambda *_: None) -
     Returns:
       The estimator. The head's gradient is exact.
     """
+    check_model(model)
+    if not isinstance(influence, Influence):
+        raise ValueError(f"influence must be a streamgrad.Influence, not {influence!r}.")
     init, parts, total = online_parts(model, influence)
     return estimator(model, init, parts, total, check)
 
@@ -220,6 +251,7 @@ def batched(est: GradientEstimator, batch_size: int) -> GradientEstimator:
       >>> info.loss.shape
       (4, 5)
     """
+    check_estimator(est)
     check_size(batch_size=batch_size)
     run = est.streams or _mean_of_streams(est)
 
@@ -231,13 +263,11 @@ def batched(est: GradientEstimator, batch_size: int) -> GradientEstimator:
 
         return EstimatorState(jax.tree.map(repeat, one.cell), jax.tree.map(repeat, one.memory), one.shared)
 
+    check = once_per_shape(lambda state, chunk: check_batch(state, chunk, batch_size))
+
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
-        if not isinstance(chunk, Chunk):
-            raise ValueError(f"chunk must be a streamgrad.Chunk, not {type(chunk).__name__}.")
-        size = leading_length(chunk, "the batch")
-        if size != batch_size:
-            raise ValueError(f"the chunk has {size} streams, but the estimator was made for {batch_size}.")
-        return run(params, state, chunk, _one_key_per_stream(key, batch_size))
+        check(state, chunk)
+        return run(params, state, chunk, one_key_per_stream(key, batch_size))
 
     return GradientEstimator(init, update)
 
@@ -252,15 +282,3 @@ def _mean_of_streams(est: GradientEstimator) -> Callable[[Params, EstimatorState
         return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads), state, info
 
     return run
-
-
-def _one_key_per_stream(key: Any, batch_size: int) -> Any:
-    """Split a single key; pass on what is one for each stream already; None stays None."""
-    if key is None:
-        return None
-    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if is_key(key) and key.ndim == (0 if typed else 1):
-        return jax.random.split(key, batch_size)
-    if not hasattr(key, "shape") or key.shape[:1] != (batch_size,):
-        raise ValueError(f"key must be one JAX PRNG key, or one for each of the {batch_size} streams.")
-    return key

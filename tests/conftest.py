@@ -12,14 +12,14 @@ os.environ.setdefault(
 )
 
 import jax
+import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # For good, not in a `with`: modules of streamgrad are imported when they are first used.
-install_import_hook("streamgrad", "beartype.beartype")
+jaxtyping.install_import_hook("streamgrad", "beartype.beartype")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,3 +31,11 @@ def compilation_cache(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     yield
     jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture
+def as_a_user():
+    """Without the run-time check of annotations, which users do not have and which would answer first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -2,29 +2,16 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
 import streamgrad as sg
-from tests.tools import make_chunk, make_model, make_params, nested_cell
+from tests.tools import make_chunk, make_model, make_params, nested_cell, one_sentence
 
 MODEL = sg.Model(sg.cells.vanilla(3, 4), sg.heads.softmax(5))
 NESTED = sg.Model(nested_cell(), sg.heads.squared_error(2))
 KEY = jax.random.key(0)
-
-
-@pytest.fixture(autouse=True)
-def as_a_user():
-    """Without the run-time check of annotations, which users do not have and which would answer first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-def one_sentence(error: pytest.ExceptionInfo) -> bool:
-    text = str(error.value)
-    return "\n" not in text and text.endswith(".") and text.count(". ") == 0
+pytestmark = pytest.mark.usefixtures("as_a_user")
 
 
 SINGULAR = np.ones((4, 4))
@@ -213,15 +200,6 @@ def test_weights_used_twice_or_never():
         cell(lambda affine, s, x: affine("w", x)).step(init(), jnp.zeros(2), x)
     with pytest.raises(ValueError, match="only 'w', 'v'"):
         cell(lambda affine, s, x: affine("u", x)).step(init(), jnp.zeros(2), x)
-
-
-def test_a_class_that_does_not_exist_is_no_other_class():
-    model, params = MODEL, make_params(MODEL)
-    est = sg.bptt(model)
-    for wrong in (-1, 5):
-        chunk = sg.Chunk(X, Y.at[2].set(wrong))
-        loss = est.update(params, est.init(params), chunk, None)[2].loss
-        assert np.isnan(loss[2]) and np.all(np.isfinite(np.delete(loss, 2)))
 
 
 def test_old_style_keys():

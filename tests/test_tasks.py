@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 
 import streamgrad as sg
 from streamgrad.tasks import TASKS, find_task, mnist
+from streamgrad.tasks.images import image_task
 from streamgrad.tasks.mnist import IdxFile
 
 
@@ -210,6 +211,8 @@ def test_a_bad_text_is_named(tmp_path, content, words):
     [
         ({"name": "cue"}, "task must be one of 'digits', .*not 'cue'"),
         ({"name": "queue", "delay": -1}, "delay must be a whole number of at least 0"),
+        ({"name": "queue", "size": 3}, "the task queue has no option 'size': choose from delay, batch_size, length"),
+        ({"name": "text"}, "the task text needs the option path"),
         ({"name": "queue", "length": 0}, "length must be a whole number"),
         ({"name": "digits", "read": "columns"}, "read must be one of 'rows', 'pixels'"),
         ({"name": "digits", "length": 3}, "length must divide the 8 steps"),
@@ -224,6 +227,22 @@ def test_wrong_options(monkeypatch, options, words):
     monkeypatch.delenv("STREAMGRAD_DATA", raising=False)
     with pytest.raises(ValueError, match=words):
         find_task(**options)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "words"),
+    [
+        (np.zeros((4, 2)), np.zeros(4, int), r"images must be whole numbers \[n, rows, columns\] from 0 to 9"),
+        (np.full((4, 2, 2), 0.5), np.zeros(4, int), "images must be whole numbers"),
+        (np.full((4, 2, 2), 10), np.zeros(4, int), "images must be whole numbers"),
+        (np.zeros((4, 2, 2)), np.array([0, 1, 2, 3]), "labels must be whole numbers from 0 to 2, one for each of 4"),
+        (np.zeros((4, 2, 2)), np.array([0, 1, -1, 2]), "labels must be whole numbers from 0 to 2"),
+        (np.zeros((4, 2, 2)), np.zeros(3, int), "labels must be whole numbers from 0 to 2, one for each of 4"),
+    ],
+)
+def test_images_and_labels_that_do_not_fit(images, labels, words):
+    with pytest.raises(ValueError, match=words):
+        image_task("few", images, labels, brightest=9, n_classes=3)
 
 
 def test_every_task_of_the_table_is_there():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import scipy.linalg
 from jax.flatten_util import ravel_pytree
 
@@ -175,3 +176,9 @@ def random_q0(size: int, seed: int = 0) -> np.ndarray:
 
 def random_alpha(*shape: int, seed: int = 0) -> np.ndarray:
     return np.exp(np.random.default_rng(seed + 7).normal(size=shape))
+
+
+def one_sentence(error: pytest.ExceptionInfo) -> bool:
+    """Whether an error says what is wrong in one sentence."""
+    text = str(error.value)
+    return "\n" not in text and text.endswith(".") and text.count(". ") == 0

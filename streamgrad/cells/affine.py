@@ -9,14 +9,18 @@ I ⊗ a^T even where one preactivation feeds another, as in stacked layers.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Cut
+from streamgrad.checks import check_cell, check_size
 from streamgrad.cuts import params_cut, state_cut
+from streamgrad.keys import check_key
 
 Affine = Callable[[str, Array], Array]
 
@@ -35,7 +39,7 @@ def affine(
       init_params: `init_params(key) -> {name: W[N, A]}`.
       init_state: `init_state() -> state`.
       output: `output(state) -> vector`; by default all of the state.
-      example_input: shape and dtype of one x, where known.
+      example_input: one x, or its shape and dtype, where known.
 
     Returns:
       The cell.
@@ -50,6 +54,8 @@ def affine(
       >>> sorted(cell.cuts)
       ['params', 'preactivation', 'state']
     """
+    output = whole_state if output is None else output
+    _check_weights(check_cell(step, init_params, init_state, output, first="affine"))
 
     def run(params: PyTree, state: PyTree, x: PyTree, dz: PyTree | None) -> tuple[PyTree, PyTree, PyTree]:
         """The new state, the preactivations and the features."""
@@ -57,10 +63,15 @@ def affine(
         a: dict[str, Array] = {}
 
         def record(name: str, vector: Array) -> Array:
-            if name not in params or name in a:
+            if name not in list(params) or name in list(a):
                 raise ValueError(
                     f"a cell's step must use each weight matrix once, but it asked for {name!r} "
-                    f"{'again' if name in a else 'and there are only ' + ', '.join(map(repr, params))}."
+                    f"{'again' if name in list(a) else 'and there are only ' + ', '.join(map(repr, params))}."
+                )
+            if jnp.shape(vector) != params[name].shape[1:]:
+                raise ValueError(
+                    f"affine({name!r}, features) needs a vector of {params[name].shape[1]} features, as the shape of "
+                    f"the matrix is {params[name].shape}, but the shape of these is {jnp.shape(vector)}."
                 )
             a[name] = vector
             z[name] = params[name] @ vector + (0 if dz is None else dz[name])
@@ -81,7 +92,38 @@ def affine(
         features=lambda params, state, x: run(params, state, x, None)[2],
     )
     cuts = {"state": state_cut(plain), "params": params_cut(plain), "preactivation": preactivation}
-    return Cell(init_params, init_state, plain, output or whole_state, cuts, example_input)
+    return Cell(init_params, init_state, plain, output, cuts, input_shape(example_input))
+
+
+def _check_weights(params: PyTree) -> None:
+    """The parameters are weight matrices by name."""
+    if not isinstance(params, dict):
+        got = "an array" if hasattr(params, "shape") else f"a {type(params).__name__}"
+        raise ValueError(f"init_params must return a dict of weight matrices by name, not {got}.")
+    for name, weights in params.items():
+        if not hasattr(weights, "shape"):
+            raise ValueError(f"the weights {name!r} must be one matrix [N, A], not a {type(weights).__name__}.")
+        if len(weights.shape) != 2:
+            raise ValueError(
+                f"the weights {name!r} must be a matrix [N, A], but their shape is {weights.shape}: make a bias the "
+                "column of a matrix whose feature is 1, or use cells.from_function, which takes any shape."
+            )
+
+
+def input_shape(example: PyTree | None) -> PyTree | None:
+    """Shapes and dtypes of one x, given as such or as an example."""
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        try:
+            return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"example_input must be one x, or its shape and dtype as a jax.ShapeDtypeStruct, not {leaf!r}."
+            ) from error
+
+    return jax.tree.map(shape, example)
 
 
 def whole_state(state: PyTree) -> Float[Array, " S"]:
@@ -91,6 +133,8 @@ def whole_state(state: PyTree) -> Float[Array, " S"]:
 
 def features(state: Float[Array, " H"], x: Array) -> Float[Array, " A"]:
     """a_t = (h_{t-1}, x_t, 1), in the state's dtype (Equation 1)."""
+    if jnp.ndim(state) != 1 or jnp.ndim(x) != 1:
+        raise ValueError(f"state and x must be vectors, but their shapes are {jnp.shape(state)} and {jnp.shape(x)}.")
     return jnp.concatenate([state, jnp.asarray(x, state.dtype), jnp.ones(1, state.dtype)])
 
 
@@ -100,6 +144,10 @@ def init_weights(key: Array, n_out: int, *fan_in: int) -> Float[Array, "N A"]:
     Each block is normal with variance 1/size, so that every block gives preactivations of unit scale; the last
     column, the bias, is zero.
     """
+    check_key(key)
+    check_size(n_out=n_out)
+    for size in fan_in:
+        check_size(fan_in=size)
     blocks = [
         jax.random.normal(k, (n_out, n)) / jnp.sqrt(n)
         for k, n in zip(jax.random.split(key, len(fan_in)), fan_in, strict=True)
@@ -107,6 +155,13 @@ def init_weights(key: Array, n_out: int, *fan_in: int) -> Float[Array, "N A"]:
     return jnp.concatenate([*blocks, jnp.zeros((n_out, 1))], axis=1)
 
 
-def vector_input(n_in: int) -> jax.ShapeDtypeStruct:
-    """The shape of one x of a cell that reads a vector; its dtype is the parameters' in the end."""
-    return jax.ShapeDtypeStruct((n_in,), jnp.result_type(float))
+def reads_vector(cell: Cell, n_in: int) -> Cell:
+    """The cell, known to read a vector of finite numbers; its dtype is the parameters' in the end."""
+    return cell._replace(
+        example_input=jax.ShapeDtypeStruct((n_in,), jnp.result_type(float)), check_values=_check_finite
+    )
+
+
+def _check_finite(inputs: np.ndarray) -> None:
+    if jnp.issubdtype(inputs.dtype, jnp.floating) and not np.all(finite := np.isfinite(inputs)):
+        raise ValueError(f"inputs must be finite, but one of them is {inputs[~finite][0]}: replace what is missing.")

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 
-import jax
-
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Cell
-from streamgrad.cells.affine import whole_state
-from streamgrad.checks import check_callable, check_real
+from streamgrad.cells.affine import input_shape, whole_state
+from streamgrad.checks import check_cell
 from streamgrad.cuts import params_cut, state_cut
 
 
@@ -43,15 +41,7 @@ def from_function(
       >>> sorted(cell.cuts)
       ['params', 'state']
     """
-    check_callable(step=step, init_params=init_params, init_state=init_state)
-    if output is not None:
-        check_callable(output=output)
-    check_real("state", jax.eval_shape(init_state))
-    if example_input is not None:
-        example_input = jax.eval_shape(lambda: example_input) if _concrete(example_input) else example_input
+    output = whole_state if output is None else output
+    check_cell(step, init_params, init_state, output)
     cuts = {"state": state_cut(step), "params": params_cut(step)}
-    return Cell(init_params, init_state, step, output or whole_state, cuts, example_input)
-
-
-def _concrete(tree: PyTree) -> bool:
-    return not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+    return Cell(init_params, init_state, step, output, cuts, input_shape(example_input))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array
 from streamgrad.base import Cell
-from streamgrad.cells.affine import Affine, affine, features, init_weights, vector_input
+from streamgrad.cells.affine import Affine, affine, features, init_weights, reads_vector
 from streamgrad.checks import check_size
 
 
@@ -48,9 +48,9 @@ def gru(n_in: int, n_hidden: int) -> Cell:
             "candidate_state": init_weights(state_key, n_hidden, n_hidden),
         }
 
-    return affine(
+    cell = affine(
         step,
         init_params,
         init_state=lambda: jnp.zeros(n_hidden),
-        example_input=vector_input(n_in),
     )
+    return reads_vector(cell, n_in)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float
 from streamgrad.base import Cell
-from streamgrad.cells.affine import Affine, affine, features, init_weights, vector_input
-from streamgrad.checks import check_size
+from streamgrad.cells.affine import Affine, affine, features, init_weights, reads_vector
+from streamgrad.checks import check_number, check_size
 
 
 class LSTMState(NamedTuple):
@@ -36,6 +36,7 @@ def lstm(n_in: int, n_hidden: int, forget_bias: float = 1.0) -> Cell:
       [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
     check_size(n_in=n_in, n_hidden=n_hidden)
+    check_number(forget_bias=forget_bias)
 
     def step(affine: Affine, state: LSTMState, x: Array) -> LSTMState:
         i, f, g, o = jnp.split(affine("w", features(state.h, x)), 4)
@@ -46,10 +47,10 @@ def lstm(n_in: int, n_hidden: int, forget_bias: float = 1.0) -> Cell:
         w = init_weights(key, 4 * n_hidden, n_hidden, n_in)
         return {"w": w.at[n_hidden : 2 * n_hidden, -1].set(forget_bias)}
 
-    return affine(
+    cell = affine(
         step,
         init_params,
         init_state=lambda: LSTMState(jnp.zeros(n_hidden), jnp.zeros(n_hidden)),
         output=lambda state: state.h,
-        example_input=vector_input(n_in),
     )
+    return reads_vector(cell, n_in)

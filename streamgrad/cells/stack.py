@@ -7,6 +7,7 @@ import jax
 
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Cell, Cut
+from streamgrad.checks import check_like
 from streamgrad.cuts import params_cut, state_cut
 
 
@@ -31,6 +32,7 @@ def stack(*cells: Cell) -> Cell:
     """
     if not cells:
         raise ValueError("stack needs at least one cell.")
+    _check_layers(cells)
 
     def climb(visit: Callable[[int, Cell, Any], tuple[PyTree, Any]], x: PyTree) -> tuple[tuple, tuple]:
         """Go up the layers; `visit` gives a layer's new state and what to keep of it."""
@@ -75,4 +77,18 @@ def stack(*cells: Cell) -> Cell:
         output=lambda state: cells[-1].output(state[-1]),
         cuts=cuts,
         example_input=cells[0].example_input,
+        check_values=cells[0].check_values,
     )
+
+
+def _check_layers(cells: tuple[Any, ...]) -> None:
+    """All of them are cells, and each can read the output of the one below."""
+    for i, cell in enumerate(cells):
+        if not isinstance(cell, Cell):
+            got = type(cell).__name__
+            raise ValueError(
+                f"stack takes cells one by one, as in stack(lower, upper), but layer {i} is of type {got}."
+            )
+        if i > 0 and cell.example_input is not None:
+            below = jax.eval_shape(lambda lower=cells[i - 1]: lower.output(lower.init_state()))
+            check_like(f"the output of layer {i - 1}", cell.example_input, below, f"the input of layer {i}")

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array
 from streamgrad.base import Cell
-from streamgrad.cells.affine import Affine, affine, features, init_weights, vector_input
+from streamgrad.cells.affine import Affine, affine, features, init_weights, reads_vector
 from streamgrad.checks import check_size
 
 
@@ -29,9 +29,9 @@ def vanilla(n_in: int, n_hidden: int) -> Cell:
     def step(affine: Affine, state: Array, x: Array) -> Array:
         return jnp.tanh(affine("w", features(state, x)))
 
-    return affine(
+    cell = affine(
         step,
         init_params=lambda key: {"w": init_weights(key, n_hidden, n_hidden, n_in)},
         init_state=lambda: jnp.zeros(n_hidden),
-        example_input=vector_input(n_in),
     )
+    return reads_vector(cell, n_in)

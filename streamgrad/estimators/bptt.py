@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
-from streamgrad.checks import check_size, leading_length
+from streamgrad.checks import check_model, check_size, leading_length
 from streamgrad.estimators.outer import Outer, sum_outer
 from streamgrad.online import Parts, estimator, restart, same_dtype, sum_over_streams, transition
 
@@ -41,6 +41,7 @@ def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
       Werbos, Backpropagation through time: what it does and how to do it, 1990.
       Chen et al., Training deep nets with sublinear memory cost, 2016 (for `recompute`).
     """
+    check_model(model)
     if recompute is not None:
         check_size(recompute=recompute)
 

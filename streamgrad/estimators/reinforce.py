@@ -11,7 +11,16 @@ from jax.flatten_util import ravel_pytree
 from streamgrad import cuts
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
-from streamgrad.checks import check_choice, check_decay, check_size, check_state, find_cut, is_traced, leading_length
+from streamgrad.checks import (
+    check_choice,
+    check_decay,
+    check_model,
+    check_size,
+    check_state,
+    find_cut,
+    is_traced,
+    leading_length,
+)
 from streamgrad.estimators.noise import Noise, find_noise
 from streamgrad.estimators.shaping import Shaping, check_q0, shape_noise, shaping
 from streamgrad.online import estimator, restart, transition
@@ -127,6 +136,7 @@ def reinforce(
       Williams, Simple statistical gradient-following algorithms for connectionist reinforcement learning, 1992.
       Cooijmans and Martens, On the variance of unbiased online recurrent optimization, 2019.
     """
+    check_model(model)
     check_choice("reinforce's cut", cut, ("state",))
     check_choice("baseline", baseline, BASELINES)
     check_decay(decay)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from streamgrad import cuts
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
-from streamgrad.checks import find_cut
+from streamgrad.checks import check_model, find_cut
 from streamgrad.cuts import Step
 from streamgrad.online import online
 
@@ -38,6 +38,7 @@ def rtrl(model: Model, cut: str | None = None) -> GradientEstimator:
     References:
       Williams and Zipser, A learning algorithm for continually running fully recurrent neural networks, 1989.
     """
+    check_model(model)
     if cut is None:
         cut = "preactivation" if "preactivation" in model.cell.cuts else "state"
     vertex = find_cut(model, cut)

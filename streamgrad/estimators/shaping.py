@@ -124,7 +124,10 @@ def check_q0(q0: Any, size: int) -> None:
     """`q0` is an invertible matrix `[N, N]`, or an invertible diagonal `[N]`, of finite numbers."""
     if q0 is None:
         return
-    shape = np.shape(q0)
+    try:
+        shape = np.shape(q0)
+    except ValueError as error:
+        raise ValueError("q0 must be a matrix or a vector, but its rows have different lengths.") from error
     if shape not in ((size,), (size, size)):
         raise ValueError(
             f"q0 must have the shape ({size}, {size}), or ({size},) for a diagonal, as this cut has the size {size}; "

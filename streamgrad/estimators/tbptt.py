@@ -8,7 +8,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
-from streamgrad.checks import check_size, leading_length
+from streamgrad.checks import check_model, check_size, leading_length
 from streamgrad.online import estimator, restart, transition
 
 
@@ -56,6 +56,7 @@ def tbptt(model: Model, window: int) -> GradientEstimator:
       Williams and Peng, An efficient gradient-based algorithm for on-line training of recurrent network
       trajectories, 1990.
     """
+    check_model(model)
     check_size(window=window)
     example = model.cell.example_input
     if example is None and window > 1:

@@ -5,6 +5,7 @@ here.
 """
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,7 +37,15 @@ def find_task(name: str, **options: Any) -> "Task":
     """
     if name not in TASKS:
         raise ValueError(f"task must be one of {', '.join(map(repr, TASKS))}, not {name!r}.")
-    return task_function(name)(**options)
+    function = task_function(name)
+    known = inspect.signature(function).parameters
+    for option in options:
+        if option not in known:
+            raise ValueError(f"the task {name} has no option {option!r}: choose from {', '.join(known)}.")
+    for option, parameter in known.items():
+        if parameter.default is parameter.empty and option not in options:
+            raise ValueError(f"the task {name} needs the option {option}.")
+    return function(**options)
 
 
 def task_function(name: str) -> Any:

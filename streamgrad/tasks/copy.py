@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from streamgrad import heads
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, Info
-from streamgrad.checks import check_decay, check_size
+from streamgrad.checks import check_decay, check_number, check_size
 from streamgrad.tasks.base import Task
 
 
@@ -75,7 +75,8 @@ def copy(
     if first > longest:
         raise ValueError(f"first must not be more than longest, {longest}, but it is {first}.")
     check_decay(decay)
-    if not isinstance(threshold, float | int) or not threshold > 0:
+    check_number(threshold=threshold)
+    if threshold <= 0:
         raise ValueError(f"threshold must be a positive number, not {threshold!r}.")
     chance = math.log(symbols)
 

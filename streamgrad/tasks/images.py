@@ -61,6 +61,7 @@ def image_task(
     """
     check_choice("read", read, READINGS)
     check_size(batch_size=batch_size)
+    check_images(images, labels, brightest, n_classes)
     width = images.shape[2] if read == "rows" else 1
     steps = images.shape[1] * images.shape[2] // width
     chunk_length = steps if length is None else length
@@ -84,6 +85,21 @@ def image_task(
 
     head, episodic = heads.softmax(n_classes), chunk_length == steps
     return Task(name, width, head, batch_size, chunk_length, episodic, data, init, sample)
+
+
+def check_images(images: np.ndarray, labels: np.ndarray, brightest: int, n_classes: int) -> None:
+    """A data set is what `image_task` takes."""
+    if np.ndim(images) != 3 or not _whole(images, min(brightest, 255)):
+        raise ValueError(f"images must be whole numbers [n, rows, columns] from 0 to {min(brightest, 255)}.")
+    if np.shape(labels) != (len(images),) or not _whole(labels, n_classes - 1):
+        raise ValueError(
+            f"labels must be whole numbers from 0 to {n_classes - 1}, one for each of {len(images)} images."
+        )
+
+
+def _whole(numbers: np.ndarray, most: int) -> bool:
+    whole = np.issubdtype(numbers.dtype, np.integer) or bool(np.all(numbers % 1 == 0))
+    return whole and numbers.size > 0 and bool(numbers.min() >= 0 and numbers.max() <= most)
 
 
 def check_split(split: Any) -> None:

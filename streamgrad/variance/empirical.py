@@ -8,7 +8,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, GradientEstimator, Params
-from streamgrad.checks import check_key, check_size
+from streamgrad.checks import check_estimator, check_key, check_size
 
 
 class Empirical(NamedTuple):
@@ -80,6 +80,7 @@ def empirical(est: GradientEstimator, params: Params, chunk: Chunk, key: Any, n:
     References:
       Chan, Golub and LeVeque, Algorithms for computing the sample variance, 1983.
     """
+    check_estimator(est)
     check_size(least=2, n=n)
     check_size(block=block)
     check_key(key)

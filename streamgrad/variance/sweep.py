@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad import cuts
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, Model, Params
-from streamgrad.checks import check_chunk, check_like, check_params, check_size, find_cut
+from streamgrad.checks import check_chunk, check_like, check_model, check_params, check_size, find_cut
 from streamgrad.online import restart
 
 # Wide enough for a matrix product to be worth its name, and narrow enough to skip most of what causality makes zero.
@@ -54,6 +54,7 @@ class Tape(NamedTuple):
 
 def check_episode(model: Model, params: Any, chunk: Any, cut: Any, block: Any) -> int:
     """The caller's input makes sense; returns the number of steps."""
+    check_model(model)
     expected = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
     check_params(expected, params)
     find_cut(model, cut)

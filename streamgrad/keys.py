@@ -1,0 +1,42 @@
+"""PRNG keys: new-style (`jax.random.key`) and old-style (`jax.random.PRNGKey`), one of them or one for each stream."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+OLD_STYLE_SIZES = (2, 4)  # numbers in an old-style key: 2 for the default generator, 4 for "rbg"
+
+
+def is_key(key: Any) -> bool:
+    """Whether `key` is one PRNG key or an array of them, new-style or old-style (uint32[..., 2])."""
+    if not hasattr(key, "dtype"):
+        return False
+    old = key.dtype == jnp.uint32 and jnp.ndim(key) >= 1 and key.shape[-1] in OLD_STYLE_SIZES
+    return _typed(key) or old
+
+
+def is_single_key(key: Any) -> bool:
+    """Whether `key` is exactly one PRNG key."""
+    return is_key(key) and jnp.ndim(key) == (0 if _typed(key) else 1)
+
+
+def check_key(key: Any) -> None:
+    """`key` is a single PRNG key, new-style or old-style."""
+    if not is_single_key(key):
+        raise ValueError("key must be a single JAX PRNG key, such as jax.random.key(0).")
+
+
+def one_key_per_stream(key: Any, batch_size: int) -> Any:
+    """Split a single key; pass on what is one for each stream already; None stays None."""
+    if key is None:
+        return None
+    if is_single_key(key):
+        return jax.random.split(key, batch_size)
+    if not hasattr(key, "shape") or key.shape[:1] != (batch_size,):
+        raise ValueError(f"key must be one JAX PRNG key, or one for each of the {batch_size} streams.")
+    return key
+
+
+def _typed(key: Any) -> bool:
+    return bool(jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
