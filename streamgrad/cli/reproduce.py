@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from streamgrad import interrupts
 from streamgrad.cli.options import choose
 from streamgrad.experiments import EXTRA, MODULES
 
@@ -41,11 +42,14 @@ def main(options: Options) -> int:
     from streamgrad.cli.report import print_outcome
     from streamgrad.experiments.reproduce import expand, reproduce
     from streamgrad.report import collect, write_report
+    from streamgrad.report.run import FILE
 
     choose("experiment", options.experiment, [*MODULES, *EXTRA, "all"])
     folder = options.out or Path("runs") / options.preset
     names = expand(options.experiment)
     command = shlex.join(["streamgrad", *sys.argv[1:]])
+    go_on = f"stopped; the same command with --resume goes on with what is in {folder}."
+    interrupts.on_stop(lambda: go_on if (folder / FILE).exists() else "stopped before the run began.")
     with show_progress(quiet=options.json) as progress:
         reproduce(
             names,
