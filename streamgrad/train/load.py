@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from streamgrad.base import Model, Params
 from streamgrad.tasks.base import Task
-from streamgrad.train.checkpoint import Checkpoints, steps
+from streamgrad.train.checkpoint import Checkpoints
 from streamgrad.train.session import CHECKPOINT, RUN
 
 
@@ -62,10 +62,10 @@ def load_params(folder: Path | str, seed: int | None = None, data: Path | str | 
     if seed not in range(first, first + count):
         raise ValueError(f"the run in {folder} has the seeds {first} to {first + count - 1}, not {seed!r}.")
     model, task = _rebuild(folder, described, data)
-    saved = steps(folder / CHECKPOINT)
-    if not saved:
+    saved = Checkpoints(folder / CHECKPOINT).newest()
+    if saved is None:
         raise ValueError(f"the run in {folder} has no checkpoint to read parameters from.")
-    leaves = Checkpoints(folder / CHECKPOINT).read(saved[-1])
+    update, leaves = saved
 
     def pick(path: tuple, like: jax.ShapeDtypeStruct) -> jax.Array:
         name = f".params{jax.tree_util.keystr(path)}"
@@ -74,7 +74,7 @@ def load_params(folder: Path | str, seed: int | None = None, data: Path | str | 
         return jnp.asarray(leaves[name][seed - first])
 
     template = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    return Loaded(jax.tree_util.tree_map_with_path(pick, template), model, task, saved[-1])
+    return Loaded(jax.tree_util.tree_map_with_path(pick, template), model, task, update)
 
 
 def _rebuild(folder: Path, described: dict, data: Path | str | None) -> tuple[Model, Task]:
@@ -86,8 +86,6 @@ def _rebuild(folder: Path, described: dict, data: Path | str | None) -> tuple[Mo
     try:
         options = Options(folder, data=None if data is None else Path(data), **described)
     except TypeError as error:
-        raise ValueError(
-            f"the run in {folder} was not begun by `streamgrad train`: build its model yourself."
-        ) from error
+        raise ValueError(f"the run in {folder} was not begun by `streamgrad train`.") from error
     task = make_task(options)
     return make_model(options, task), task

@@ -124,9 +124,9 @@ def training_step(
 def calls(
     step: StepFn, data: PyTree, ts: TrainState, updates: int, until: int, every: int = 1, seconds: float | None = None
 ) -> Iterator[tuple[TrainState, Rows]]:
-    """Train several seeds at once, in calls of one compiled program. It is compiled here, before the first is asked for.
+    """Train several seeds at once, in calls of one program, which is compiled before the first of them.
 
-    How many updates a call makes is an argument of the program: calls of any length run the same code and give the same bits.
+    How many updates a call makes is an argument of the program, so that calls of any length give the same bits.
 
     Args:
       step: from `training_step`.
@@ -138,8 +138,8 @@ def calls(
       seconds: about how long a call takes; None for calls as long as they may be.
 
     Returns:
-      An iterator over calls: the state after it, and the rows of its updates as arrays `[seeds, updates, ...]`, with the
-      number of updates made as `update`, and as `stopped` that of `TrainState`.
+      An iterator over calls: the state after it, and the rows of its updates as arrays `[seeds, updates, ...]`, with
+      the number of updates made as `update`, and as `stopped` that of `TrainState`.
     """
     check_size(updates=updates, until=until, every=every)
     # What is weakly typed at first and not after the first call would be a second program.
@@ -207,7 +207,8 @@ def run(
             f"updates and updates_per_call must be multiples of every, {every}, not {updates} and {updates_per_call}."
         )
     averages, gathered = Averages(every), []
-    for ts, found in calls(step, data, ts, updates, updates_per_call, every):
+    made = calls(step, data, ts, updates, updates_per_call, every)
+    for ts, found in made:
         gathered.append(averages.add(found))
         done = int(found["update"][0, -1])
         if done % updates_per_call == 0 or done == updates:
@@ -227,7 +228,7 @@ class Averages:
         self._left: Rows = {}
 
     def add(self, found: Rows) -> Rows:
-        """The rows that are whole now, `[seeds, rows, ...]`; `update` and `stopped` are those of a row's last update."""
+        """The rows that are whole now, `[seeds, rows, ...]`; `update` and `stopped` are of a row's last update."""
         rows: Rows = {}
         for name, new in found.items():
             joined = np.concatenate([self._left[name], new], axis=1) if name in self._left else new
