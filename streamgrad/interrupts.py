@@ -29,6 +29,7 @@ class _Now:
     asked = False  # Ctrl-C has been pressed
     pending = False  # and waits for the end of a `hold`
     held = 0
+    process = False  # the command is the whole of this process
     said = False
     words: Callable[[], str] = staticmethod(lambda: "stopped.")
 
@@ -100,6 +101,7 @@ def run_process(command: Callable[[], int]) -> NoReturn:
     code: Any = 1
     try:
         with handling():
+            _now.process = True
             signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=_listen, args=(ours,), daemon=True).start()
             code = command()
@@ -137,8 +139,19 @@ def _interrupt(number: int, frame: types.FrameType | None) -> None:
     first, _now.asked = not _now.asked, True
     if _now.held and first:
         _now.pending = True
+    elif _now.process and _importing(frame):  # where an exception would become a traceback of a module half made
+        _end_now()
     else:
         raise KeyboardInterrupt
+
+
+def _importing(frame: types.FrameType | None) -> bool:
+    """Whether a module is being imported in the main thread."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _listen(pipe: socket.socket) -> None:

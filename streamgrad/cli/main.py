@@ -4,10 +4,12 @@ To add a command: write `streamgrad/cli/<name>.py` with a dataclass `Options`, w
 `main(options) -> int | None`, and add its line here.
 """
 
+import contextlib
 import importlib
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from streamgrad import interrupts
 from streamgrad.cli.options import UsageError
@@ -60,7 +62,8 @@ def answer(argv: Sequence[str]) -> int:
         print(f"streamgrad: there is no command {name!r}; choose from {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     try:
-        return run_command(name, rest)
+        with warnings_on_screen():
+            return run_command(name, rest)
     except (ValueError, OSError, ArithmeticError) as error:  # what a user can mend; the rest keeps its traceback
         if interrupts.asked():  # what Ctrl-C became on its way
             return interrupts.say_stopped()
@@ -68,6 +71,19 @@ def answer(argv: Sequence[str]) -> int:
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return interrupts.say_stopped()
+
+
+@contextlib.contextmanager
+def warnings_on_screen() -> Iterator[None]:
+    """Print our own warnings as they are: other libraries may have set up the log for themselves."""
+    log, handler = logging.getLogger("streamgrad"), logging.StreamHandler()
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
 
 
 def run_command(name: str, rest: Sequence[str]) -> int:

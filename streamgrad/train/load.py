@@ -84,7 +84,8 @@ def _rebuild(folder: Path, described: dict, data: Path | str | None) -> tuple[Mo
     except ImportError as error:
         raise ValueError('this needs the command line\'s extra: pip install "streamgrad[cli]".') from error
     try:
-        options = Options(folder, data=None if data is None else Path(data), **described)
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in described.items()}
+        options = Options(folder, data=None if data is None else Path(data), **given)
     except TypeError as error:
         raise ValueError(f"the run in {folder} was not begun by `streamgrad train`.") from error
     task = make_task(options)

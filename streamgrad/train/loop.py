@@ -39,6 +39,7 @@ class TrainState(NamedTuple):
       task: where the streams stand.
       stopped: -1, or the number of updates made before the one whose loss, gradient or new parameters were not finite;
         nothing but `step` changes from there on.
+      first_loss: that of the first update, before anything was learnt; NaN until then.
     """
 
     step: Int[Array, ""]
@@ -48,6 +49,7 @@ class TrainState(NamedTuple):
     optimizer: PyTree
     task: PyTree
     stopped: Int[Array, ""]
+    first_loss: Float[Array, ""]
 
 
 def begin(
@@ -64,6 +66,7 @@ def begin(
         optimizer.init(params),
         task.init(task_key),
         jnp.full((), -1, jnp.int32),
+        jnp.full((), jnp.nan, jnp.float32),
     )
 
 
@@ -116,7 +119,8 @@ def training_step(
         kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, ts)
         if taken := set(RESERVED) & set(summary):
             raise ValueError(f"a summary must not use the names {', '.join(sorted(taken))}, which every row has.")
-        return kept._replace(step=ts.step + 1, stopped=stopped), row | summary
+        first_loss = jnp.where(ts.step == 0, row["loss"].astype(jnp.float32), ts.first_loss)
+        return kept._replace(step=ts.step + 1, stopped=stopped, first_loss=first_loss), row | summary
 
     return step
 
@@ -252,7 +256,7 @@ def _record(ts: TrainState, row: Row) -> Row:
     return row | {"update": ts.step, "stopped": ts.stopped}
 
 
-def _capacity(recorded: Row, seeds: int) -> int:
+def _capacity(recorded: PyTree, seeds: int) -> int:
     """How many updates the buffer of a call holds; it depends on nothing that a resumed run may change."""
     size = seeds * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(recorded))
     return max(1, min(4096, (1 << 26) // size))

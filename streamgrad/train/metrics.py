@@ -95,8 +95,8 @@ def cut(folder: Path, rows: Sequence[tuple[int, int]]) -> None:
                     f"{REMEDY}."
                 )
         rest = lines[first + len(rows) :]
-        if garbage := sum(_key(line, header) is None for line in rest):
-            _log.warning("%s: %d lines past the checkpoint were no rows of metrics, and are dropped.", path, garbage)
+        if any(_key(line, header) is None for line in rest):
+            _log.warning("%s: what followed the checkpoint's rows was no row of metrics and is dropped.", path)
         replace_text(path, "".join(lines[: first + len(rows)]))
 
 

@@ -31,7 +31,7 @@ Progress = Callable[[int, int, str], None]  # progress(updates made, of how many
 RUN, CHECKPOINT = "run.json", "checkpoint"
 CALL_SECONDS = 1.0  # how often rows are written and progress is shown, and how long a Ctrl-C may have to wait
 CHECKPOINT_SECONDS = 20.0
-RISE = 2.0  # a loss that ends above so many times its first row is no noise: it began at chance
+RISE = 2.0  # a loss that ends above so many times that of the first update, which is chance, has exploded
 _log = logging.getLogger("streamgrad")
 
 
@@ -185,8 +185,15 @@ def _go_on(
     known, averages, words = np.asarray(ts.stopped), Averages(plan.every), ""
     written = saved = (done, ts)  # at the end of a row, where alone a run can go on
     due = time.monotonic() + CHECKPOINT_SECONDS
+
+    def save() -> None:
+        nonlocal saved, due
+        if checkpoints and saved[0] != written[0]:
+            checkpoints.save(*written)
+        saved, due = written, time.monotonic() + CHECKPOINT_SECONDS
+
     try:
-        while done < plan.updates and np.any(known < 0):
+        while done < plan.updates and (np.any(known < 0) or done % plan.every):
             with interrupts.hold():
                 ts, found = next(made)
                 rows, done = averages.add(found), int(found["update"][0, -1])
@@ -195,11 +202,8 @@ def _go_on(
                     writer.write(rows)
                 if done % plan.every == 0:
                     written = (done, ts)
-                by_clock = plan.checkpoint_every is None and time.monotonic() >= due
-                by_count = plan.checkpoint_every is not None and done % plan.checkpoint_every == 0
-                if checkpoints and written[0] == done and (by_clock or by_count):
-                    checkpoints.save(*written)
-                    saved, due = written, time.monotonic() + CHECKPOINT_SECONDS
+                if time.monotonic() >= due if plan.checkpoint_every is None else done % plan.checkpoint_every == 0:
+                    save()
                 stopped = found["stopped"][:, -1]
                 for index in np.flatnonzero((stopped >= 0) & (known < 0)):
                     _log.warning("%s", _stop_message(plan.seed + int(index), int(stopped[index])))
@@ -207,10 +211,11 @@ def _go_on(
                 words = _words(rows if whole else found) if whole or not words else words
             if progress:
                 progress(done, plan.updates, words)
-    finally:  # the end, or Ctrl-C: nothing is lost
-        if checkpoints and saved[0] != written[0]:
-            with interrupts.hold():
-                checkpoints.save(*written)
+    except KeyboardInterrupt:
+        with interrupts.hold():
+            save()
+        raise
+    save()
     return written[1]
 
 
@@ -222,8 +227,9 @@ def _rows_until(plan: Plan, done: int, stopped: np.ndarray) -> list[tuple[int, i
 
 def _end(plan: Plan, ts: TrainState, folder: Path) -> Outcome:
     stopped = [int(at) if at >= 0 else None for at in np.asarray(ts.stopped)]
-    columns = metrics.read(folder)
-    risen = [_rise(columns, plan.seed + index) if at is None else None for index, at in enumerate(stopped)]
+    columns = metrics.read(folder) if None in stopped else {}  # where all have stopped there may be no row
+    first = np.asarray(ts.first_loss)
+    risen = [None if at is not None else _rise(columns, plan.seed + i, float(first[i])) for i, at in enumerate(stopped)]
     for sentence in filter(None, risen):
         _log.warning("%s", sentence)
     outcome = Outcome(ts, stopped, folder, risen)
@@ -233,11 +239,11 @@ def _end(plan: Plan, ts: TrainState, folder: Path) -> Outcome:
     return outcome
 
 
-def _rise(columns: Mapping[str, np.ndarray], seed: int) -> str | None:
-    """How far a seed's loss rose, in words, if it ended more than `RISE` times where it began."""
+def _rise(columns: Mapping[str, np.ndarray], seed: int, first: float) -> str | None:
+    """How far a seed's loss rose, in words, if it ended at more than `RISE` times that of the first update."""
     loss = columns["loss"][columns["seed"] == seed]
-    first, last = loss[0], np.mean(loss[-max(1, len(loss) // 10) :])  # single rows are noisy at the end
-    if len(loss) < 2 or not last > RISE * abs(first):
+    last = np.mean(loss[-max(1, len(loss) // 10) :])  # single rows are noisy
+    if not last > RISE * abs(first):
         return None
     return f"seed {seed} has learnt nothing: its loss rose from {first:.4g} to {last:.4g}; try a lower learning rate"
 
@@ -284,9 +290,8 @@ def _check_same(folder: Path, described: Mapping[str, Any]) -> None:
         before = {name: before[name] for name in described}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / RUN} cannot be read, so that this run cannot be resumed: {error}.") from error
-    for plan in (before["plan"], described["plan"]):
-        plan.pop("checkpoint_every", None)  # changes no number
-    # A run may be made longer.
+    # A run may be made longer; how often it is saved changes no number.
+    before["plan"]["checkpoint_every"] = described["plan"]["checkpoint_every"]
     old, new = before["plan"].get("updates"), described["plan"]["updates"]
     if isinstance(old, int) and old <= new:
         before["plan"]["updates"] = new
