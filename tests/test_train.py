@@ -403,7 +403,7 @@ def test_example_of_the_docs_runs(tmp_path, monkeypatch):
     assert predictions.shape == (100, 1) and np.all((predictions > 0) & (predictions < 1)) and found.update == 20
     # They are those of the model's own loss, for this seed and no other.
     model, params, state, losses = found.model, found.params, found.model.init_state(found.params), []
-    for x in np.asarray(scope["bits"]):
+    for x in scope["bits"]:
         state = model.cell.step(params.cell, state, x)
         losses.append(float(model.head.loss(params.head, model.cell.output(state), jnp.ones(1))))
     np.testing.assert_allclose(losses, -np.log(predictions[:, 0]), rtol=1e-6)

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,15 +77,15 @@ def load_params(folder: Path | str, seed: int | None = None, data: Path | str | 
     return Loaded(jax.tree_util.tree_map_with_path(pick, template), model, task, update)
 
 
-def _rebuild(folder: Path, described: dict, data: Path | str | None) -> tuple[Model, Task]:
+def _rebuild(folder: Path, described: dict[str, Any], data: Path | str | None) -> tuple[Model, Task]:
     """The model and task that the options of a run describe."""
     try:
         from streamgrad.cli.train import Options, make_model, make_task
     except ImportError as error:
         raise ValueError('this needs the command line\'s extra: pip install "streamgrad[cli]".') from error
     try:
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in described.items()}
-        options = Options(folder, data=None if data is None else Path(data), **given)
+        lists = {name: tuple(value) for name, value in described.items() if isinstance(value, list)}
+        options = Options(folder, data=None if data is None else Path(data), **(described | lists))
     except TypeError as error:
         raise ValueError(f"the run in {folder} was not begun by `streamgrad train`.") from error
     task = make_task(options)
