@@ -58,9 +58,15 @@ WRONG = {
     "pair": (["train", "X", "--task-options", "delay"], 2, "--task-options takes pairs NAME=VALUE, not 'delay'"),
     "name": (["train", "X", "--estimator-options", "group=2"], 2, "has no 'group'; choose from cut, noise,"),
     "value": (["train", "X", "--estimator-options", "noise=pink"], 2, "noise must be one of 'gaussian'"),
-    "size": (["train", "X", "--hidden", "0"], 2, "n_hidden must be a whole number of at least 1, not 0"),
-    "rate": (["train", "X", "--learning-rate", "nan"], 2, "learning_rate must be a number above 0"),
-    "plan": (["train", "X", "--every", "3"], 2, "updates must be a multiple of every, 3"),
+    "size": (["train", "X", "--hidden", "0"], 2, "--hidden must be a whole number of at least 1, not 0"),
+    "rate": (["train", "X", "--learning-rate", "nan"], 2, "--learning-rate must be a number above 0"),
+    "plan": (["train", "X", "--every", "3"], 2, "--updates must be a multiple of --every, 3"),
+    "interval": (
+        ["train", "X", "--checkpoint-every", "15"],
+        2,
+        "--checkpoint-every must be a multiple of --every, 10, not 15",
+    ),
+    "streams": (["train", "X", "--batch-size", "0"], 2, "--batch-size must be a whole number of at least 1, not 0"),
     "text": (["train", "X", "--task", "text"], 2, "needs a file: --task-options path=FILE"),
     "file": (["train", "X", "--task", "text", "--task-options", "path=/none"], 1, "/none cannot be read"),
     "mnist": (

@@ -14,12 +14,13 @@ import optax
 import pytest
 
 import streamgrad as sg
+from streamgrad.cli.main import main
 from streamgrad.tasks import Task, find_task
-from streamgrad.train import Diverged, Plan, begin, metrics, read_metrics, train
-from streamgrad.train.checkpoint import Checkpoints
+from streamgrad.train import Diverged, Plan, begin, load_params, metrics, read_metrics, train
+from streamgrad.train.checkpoint import Checkpoints, steps
 from tests.test_readme import ROOT, code_blocks
 
-PLAN = Plan(updates=12, every=2, updates_per_call=4, seeds=2, seed=3)
+PLAN = Plan(updates=12, every=2, checkpoint_every=4, seeds=2, seed=3)
 
 
 class Count(NamedTuple):
@@ -91,7 +92,7 @@ def test_training_is_gradient_descent_on_the_mean_loss(tmp_path):
     task = find_task("queue", delay=1, batch_size=2, length=2)
     model = sg.Model(sg.cells.vanilla(1, 2), task.head)
     optimizer = optax.sgd(0.5)
-    plan = Plan(updates=3, every=3, updates_per_call=3, seeds=2, checkpoints=False)
+    plan = Plan(updates=3, every=3, checkpoint_every=3, seeds=2, checkpoints=False)
     got = train(tmp_path, plan, model, task, sg.batched(sg.bptt(model), 2), optimizer)
 
     @jax.jit
@@ -125,7 +126,7 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_unbroken_one(unbroken, tmp_p
     again = {"summarise": summarise, "describe": {"rate": 0.05}}
 
     def ctrl_c(done, of, words):
-        assert (of, words.startswith("loss")) == (12, True)
+        assert of == 12 and words.startswith("loss" if done else "compiling")
         if done == 8:
             raise KeyboardInterrupt
 
@@ -141,18 +142,18 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_unbroken_one(unbroken, tmp_p
     for name in (metrics.CSV, metrics.JSONL, "run.json"):
         assert (tmp_path / name).read_bytes() == (unbroken.folder / name).read_bytes()
     assert same(train(tmp_path, PLAN, *parts(counting()), resume=True, **again).state, unbroken.state)  # it has ended
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["12"]
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["12", "8"]
 
 
 def test_a_run_may_be_made_longer(unbroken, tmp_path):
-    short = Plan(updates=4, every=2, updates_per_call=4, seeds=2, seed=3)
+    short = Plan(updates=4, every=2, checkpoint_every=4, seeds=2, seed=3)
     train(tmp_path, short, *parts(counting()), resume=True, summarise=summarise)
     longer = train(tmp_path, PLAN, *parts(counting()), resume=True, summarise=summarise)
     assert same(longer.state, unbroken.state)
 
 
 def test_a_seed_that_is_not_finite_stops_alone(tmp_path, caplog):
-    plan = Plan(updates=6, updates_per_call=3, seeds=3)
+    plan = Plan(updates=6, checkpoint_every=3, seeds=3)
     with caplog.at_level(logging.WARNING, logger="streamgrad"):
         got = train(tmp_path / "a", plan, *parts(counting({1: 3})))
     assert got.stopped == [None, 3, None]
@@ -163,7 +164,7 @@ def test_a_seed_that_is_not_finite_stops_alone(tmp_path, caplog):
     assert [np.sum(columns["seed"] == seed) for seed in range(3)] == [6, 3, 6]
     assert all(np.isfinite(values).all() for values in columns.values())
     # The one that stopped is where it was before, and the others go on as if nothing had happened.
-    begun = train(tmp_path / "b", Plan(updates=3, updates_per_call=3, seeds=3), *parts(counting()))
+    begun = train(tmp_path / "b", Plan(updates=3, checkpoint_every=3, seeds=3), *parts(counting()))
     calm = train(tmp_path / "b", plan, *parts(counting()), resume=True)
     for seed, other in ((0, calm), (1, begun), (2, calm)):
         mine, its = jax.tree.map(lambda leaf, seed=seed: leaf[seed], (got.state, other.state))
@@ -173,7 +174,7 @@ def test_a_seed_that_is_not_finite_stops_alone(tmp_path, caplog):
 
 
 def test_if_all_seeds_stop_the_run_ends_with_an_error(tmp_path):
-    plan, task = Plan(updates=90, updates_per_call=3, seeds=3), counting({0: 1, 1: 4, 2: 3})
+    plan, task = Plan(updates=90, checkpoint_every=3, seeds=3), counting({0: 1, 1: 4, 2: 3})
     with pytest.raises(Diverged, match=r"every seed has stopped: seed 0 stopped at update 2, .*; seed 1 .* update 5, "):
         train(tmp_path / "a", plan, *parts(task))
     with pytest.raises(Diverged) as again:  # at once, from the checkpoint
@@ -197,13 +198,13 @@ def test_a_resume_that_does_not_fit_is_refused(unbroken):
     ):
         go(describe={"rate": 0.1, "cell": "lstm"})
     with pytest.raises(ValueError, match="updates was 12 and is now 8"):
-        go(plan=Plan(updates=8, every=2, updates_per_call=4, seeds=2, seed=3))
+        go(plan=Plan(updates=8, every=2, checkpoint_every=4, seeds=2, seed=3))
     with pytest.raises(
         ValueError, match=r"another run: its state\.params\.cell\['w'\] is .*\[2, 2, 4\], not .*\[2, 5, 7\]"
     ):
         go(hidden=5)
     with pytest.raises(ValueError, match="without checkpoints"):
-        go(plan=Plan(updates=12, every=2, updates_per_call=4, seeds=2, seed=3, checkpoints=False))
+        go(plan=Plan(updates=12, every=2, checkpoint_every=4, seeds=2, seed=3, checkpoints=False))
     assert (unbroken.folder / metrics.CSV).read_bytes() == before
 
 
@@ -228,8 +229,8 @@ def test_a_folder_that_cannot_be_written_is_known_of_before_training(tmp_path):
 def test_wrong_plans_and_summaries(tmp_path):
     with pytest.raises(ValueError, match="updates must be a whole number of at least 1, not 0"):
         Plan(updates=0)
-    with pytest.raises(ValueError, match="updates_per_call must be a multiple of every, 3, not 500"):
-        Plan(updates=6, every=3)
+    with pytest.raises(ValueError, match="checkpoint_every must be a multiple of every, 3, not 500"):
+        Plan(updates=6, every=3, checkpoint_every=500)
     with pytest.raises(ValueError, match="must not use the names loss"):
         train(tmp_path, PLAN, *parts(counting()), summarise=lambda chunk, info, grads: {"loss": info.loss[0, 0]})
 
@@ -240,24 +241,142 @@ def test_checkpoints_keep_types_bits_and_the_newest(tmp_path):
         (np.array(True), None, np.int8(3)),
     )
     checkpoints = Checkpoints(tmp_path / "x")
-    assert checkpoints.latest() is None
+    assert checkpoints.newest() is None
     for step in (5, 20):
         checkpoints.save(step, jax.tree.map(lambda leaf, step=step: leaf * (step == 20), state))
     left = tmp_path / "x" / "30.orbax-checkpoint-tmp"  # by a kill, while it was written
     shutil.copytree(tmp_path / "x" / "20", left)
-    assert checkpoints.latest() == 20 and not (tmp_path / "x" / "5").exists()
+    step, leaves = checkpoints.newest()
     template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-    assert same(checkpoints.restore(20, template), state)
+    assert step == 20 and same(checkpoints.fit(step, leaves, template), state)
     with pytest.raises(ValueError, match=r"of another run: only the checkpoint has state\.end"):
-        checkpoints.restore(20, template._replace(end=()))
+        checkpoints.fit(step, leaves, template._replace(end=()))
     checkpoints.save(30, state)
-    assert [path.name for path in (tmp_path / "x").iterdir()] == ["30"]
-    assert same(checkpoints.restore(30, template), state)
-    for file in (tmp_path / "x" / "30").rglob("*"):
-        if file.is_file():
-            file.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"checkpoint .*30 cannot be read"):
-        checkpoints.restore(30, template)
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["20", "30"]
+    assert same(checkpoints.fit(30, checkpoints.read(30), template), state)
+
+
+def damage(folder, how):
+    """The files of a checkpoint, emptied, cut in half, or with one bit of their numbers turned."""
+    for file in [file for file in folder.rglob("*") if file.is_file()]:
+        old = bytearray(file.read_bytes())
+        if how == "bit" and old:
+            old[len(old) // 2] ^= 1
+        file.write_bytes({"empty": b"", "half": old[: len(old) // 2], "bit": old}[how])
+
+
+@pytest.mark.parametrize("how", ["empty", "half", "bit"])
+def test_a_damaged_checkpoint_is_passed_over(how, tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path / "x")
+    for step in (5, 20):
+        checkpoints.save(step, {"a": np.arange(1000.0) * step})
+    damage(tmp_path / "x" / "20", how)
+    with caplog.at_level(logging.WARNING, logger="streamgrad"):
+        step, leaves = checkpoints.newest()
+    assert step == 5 and leaves["['a']"].tolist() == (np.arange(1000.0) * 5).tolist()
+    (message,) = [record.message for record in caplog.records]
+    assert "20 cannot be read" in message and "going on from the one before it" in message and len(message) < 300
+    checkpoints.save(10, {"a": np.arange(1000.0)})
+    assert steps(tmp_path / "x") == [5, 10]  # the damaged one is gone, although its number is higher
+    for step in (5, 10):
+        damage(tmp_path / "x" / str(step), how)
+    with pytest.raises(ValueError, match=r"5 cannot be read .*no good one before it: put it back"):
+        checkpoints.newest()
+
+
+@pytest.mark.parametrize("case", ["garbage", "binary", "csv gone", "jsonl gone", "half a row", "checkpoint gone"])
+def test_a_damaged_run_is_not_resumed_in_silence(case, unbroken, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(unbroken.folder, folder)
+    csv, jsonl = folder / metrics.CSV, folder / metrics.JSONL
+    lines = csv.read_bytes().splitlines(keepends=True)
+    words = r"metrics\.csv is damaged: line 4 is no row of metrics, not the row of update 4, seed 3: put it back"
+    if case in ("garbage", "binary"):
+        csv.write_bytes(b"".join([*lines[:3], b"what?\n" if case == "garbage" else b"\xff\x00\xfe\n", *lines[4:]]))
+    elif case.endswith("gone"):
+        path = {"csv gone": csv, "jsonl gone": jsonl, "checkpoint gone": folder / "checkpoint"}[case]
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        words = rf"{path.name} is (missing|gone).*: put it back"
+    else:
+        jsonl.write_bytes(jsonl.read_bytes()[:-9])
+        words = r"metrics\.jsonl is damaged: line 12 is the end of the file, not the row of update 12, seed 4"
+    with pytest.raises(ValueError, match=words):
+        train(folder, PLAN, *parts(counting()), summarise=summarise, describe={"rate": 0.05}, resume=True)
+
+
+def test_garbage_past_the_checkpoint_is_dropped_and_said(unbroken, tmp_path, caplog):
+    folder = tmp_path / "run"
+    shutil.copytree(unbroken.folder, folder)
+    whole = (folder / metrics.CSV).read_bytes()
+    (folder / metrics.CSV).write_bytes(whole + b"\xff what?\n")
+    train(folder, PLAN, *parts(counting()), summarise=summarise, describe={"rate": 0.05}, resume=True)
+    assert (folder / metrics.CSV).read_bytes() == whole
+    assert "metrics.csv: what followed the checkpoint's rows was no row" in caplog.text
+
+
+CALLS = {"uoro": ("vanilla", "uoro"), "rtrl": ("gru", "rtrl"), "preuoro": ("lstm", "preuoro")}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_numbers_do_not_depend_on_the_length_of_calls(name, tmp_path, monkeypatch):
+    cell, estimator = CALLS[name]
+    task = find_task("queue", delay=2, batch_size=3, length=2)
+    model = sg.Model(getattr(sg.cells, cell)(task.n_in, 3), task.head)
+    batch = sg.batched(getattr(sg, estimator)(model), 3)
+    seen: dict[float, list[int]] = {}
+    outcomes = []
+    for seconds, interval in ((1e-9, 6), (1e9, None), (1e-9, None)):
+        monkeypatch.setattr("streamgrad.train.session.CALL_SECONDS", seconds)
+        made = seen.setdefault(seconds, [])
+        made.clear()
+        outcomes.append(
+            train(
+                tmp_path / str(len(outcomes)),
+                Plan(updates=48, every=3, checkpoint_every=interval, seeds=2),
+                *(model, task, batch, optax.adam(0.05)),
+                progress=lambda done, of, words, made=made: made.append(done),
+            )
+        )
+    assert seen == {1e-9: [0, *range(1, 49)], 1e9: [0, 1, 9, 48]}  # it does follow the clock
+    first = outcomes[0]
+    for other in outcomes[1:]:
+        assert same(other.state, first.state)
+        for file in (metrics.CSV, metrics.JSONL):
+            assert (other.folder / file).read_bytes() == (first.folder / file).read_bytes()
+
+
+def test_ctrl_c_saves_the_last_whole_row(tmp_path, monkeypatch):
+    """Although no checkpoint was due; the updates of a row that is not whole are made again."""
+    monkeypatch.setattr("streamgrad.train.session.CALL_SECONDS", 1e-9)
+
+    def ctrl_c(done, of, words):
+        if done == 5:
+            raise KeyboardInterrupt
+
+    plan = Plan(updates=12, every=2, seeds=2, seed=3)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, plan, *parts(counting()), progress=ctrl_c)
+    assert steps(tmp_path / "checkpoint") == [0, 4]
+    seen = []
+    train(tmp_path, plan, *parts(counting()), resume=True, progress=lambda *what: seen.append(what))
+    assert seen[0] == (4, 12, "compiling") and seen[-1][:2] == (12, 12)
+
+
+def test_a_seed_that_stops_within_a_row_ends_the_run_at_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("streamgrad.train.session.CALL_SECONDS", 1e-9)
+    plan, task = Plan(updates=12, every=4, seeds=1), counting({0: 1})
+    for resume in (False, True):
+        with pytest.raises(Diverged, match="seed 0 stopped at update 2, where"):
+            train(tmp_path, plan, *parts(task), resume=resume)
+    assert steps(tmp_path / "checkpoint") == [0, 4]
+
+
+def test_a_loss_that_explodes_is_said(tmp_path, caplog):
+    task = find_task("queue", delay=1, batch_size=2, length=2)
+    with caplog.at_level(logging.WARNING, logger="streamgrad"):
+        got = train(tmp_path, Plan(updates=40, every=4, seeds=2), *parts(task, optimizer=optax.sgd(1e3)))
+    assert got.stopped == [None, None] and all("its loss rose from 0." in words for words in got.risen)
+    assert [record.message for record in caplog.records] == got.risen
 
 
 def test_numbers_that_are_not_finite_in_json(tmp_path):
@@ -271,15 +390,36 @@ def test_numbers_that_are_not_finite_in_json(tmp_path):
 
 
 def test_example_of_the_docs_runs(tmp_path, monkeypatch):
-    """The first as printed, and the task of the second gives what it says."""
+    """As printed; and the task of the last one gives what it says."""
     monkeypatch.chdir(tmp_path)
     scope: dict = {}
-    first, second = code_blocks(ROOT / "docs" / "training.md")
+    first, predict, last = code_blocks(ROOT / "docs" / "training.md")
     exec(first, scope)
     assert scope["columns"]["update"].tolist() == np.repeat(np.arange(20, 201, 20), 3).tolist()
-    exec(second, scope)
+    options = "--task queue --cell gru --hidden 8 --updates 20 --seeds 2 --seed 4 --estimator bptt"
+    assert main(["train", "runs/bits", *options.split()]) == 0
+    exec(predict, scope)
+    predictions, found = np.asarray(scope["predictions"]), scope["loaded"]
+    assert predictions.shape == (100, 1) and np.all((predictions > 0) & (predictions < 1)) and found.update == 20
+    # They are those of the model's own loss, for this seed and no other.
+    model, params, state, losses = found.model, found.params, found.model.init_state(found.params), []
+    for x in scope["bits"]:
+        state = model.cell.step(params.cell, state, x)
+        losses.append(float(model.head.loss(params.head, model.cell.output(state), jnp.ones(1))))
+    np.testing.assert_allclose(losses, -np.log(predictions[:, 0]), rtol=1e-6)
+    assert not same(params, load_params("runs/bits", seed=4).params)
+    exec(last, scope)
     task = scope["sine"]()
     chunk, state = task.sample(task.data, task.init(jax.random.key(0)), jax.random.key(0))
     after = task.sample(task.data, state, jax.random.key(0))[0]
     np.testing.assert_allclose(chunk.targets[:, -1], after.inputs[:, 0])
     np.testing.assert_allclose(chunk.targets[:, :-1], chunk.inputs[:, 1:])
+
+
+def test_parameters_that_cannot_be_loaded(unbroken, tmp_path):
+    with pytest.raises(ValueError, match=r"has no run of `streamgrad train`: .*run\.json cannot be read"):
+        load_params(tmp_path)
+    with pytest.raises(ValueError, match="has the seeds 3 to 4, not 5"):
+        load_params(unbroken.folder, seed=5)
+    with pytest.raises(ValueError, match="was not begun by `streamgrad train`"):
+        load_params(unbroken.folder)

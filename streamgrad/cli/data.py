@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Literal
 
@@ -72,9 +73,11 @@ def fetch_mnist(folder: Path) -> None:
     print("fetching MNIST from OpenML; this takes a minute or two", file=sys.stderr)
     try:
         # This parser needs no further package.
-        images, labels = fetch_openml(
-            "mnist_784", version=1, as_frame=False, return_X_y=True, cache=False, parser="liac-arff"
-        )
+        with warnings.catch_warnings():  # of its retries: the error below says it if they fail
+            warnings.simplefilter("ignore")
+            images, labels = fetch_openml(
+                "mnist_784", version=1, as_frame=False, return_X_y=True, cache=False, parser="liac-arff"
+            )
     except (OSError, ValueError) as error:
         names = ", ".join(f"{file.name}.gz" for file in FILES.values())
         raise OSError(f"MNIST could not be fetched, {error}: try again, or copy {names} into {where}.") from error

@@ -4,15 +4,14 @@ To add a command: write `streamgrad/cli/<name>.py` with a dataclass `Options`, w
 `main(options) -> int | None`, and add its line here.
 """
 
+import contextlib
 import importlib
+import logging
 import os
-import signal
 import sys
-import threading
-import types
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
 
+from streamgrad import interrupts
 from streamgrad.cli.options import UsageError
 
 # Each is imported when it is called, so that `--help` answers at once.
@@ -37,12 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-      argv: its name and options; those of the process by default.
+      argv: its name and options. None for those of the process, which the command then ends.
 
     Returns:
       The exit code: 0, or 1 where something failed, 2 where the command line was wrong, 130 after Ctrl-C.
     """
-    name, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+    if argv is None:
+        interrupts.run_process(lambda: answer(sys.argv[1:]))
+    with interrupts.handling():
+        return answer(argv)
+
+
+def answer(argv: Sequence[str]) -> int:
+    """Find the command, run it, and say what is wrong; returns the exit code."""
+    name, *rest = [*argv] or ["--help"]
     if name in ("-h", "--help"):
         print(usage())
         return 0
@@ -54,6 +61,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"streamgrad: there is no command {name!r}; choose from {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
+    try:
+        with warnings_on_screen():
+            return run_command(name, rest)
+    except (ValueError, OSError, ArithmeticError) as error:  # what a user can mend; the rest keeps its traceback
+        if interrupts.asked():  # what Ctrl-C became on its way
+            return interrupts.say_stopped()
+        print(f"streamgrad {name}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        return interrupts.say_stopped()
+
+
+@contextlib.contextmanager
+def warnings_on_screen() -> Iterator[None]:
+    """Print our own warnings as they are: other libraries may have set up the log for themselves."""
+    log, handler = logging.getLogger("streamgrad"), logging.StreamHandler()
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
+
+
+def run_command(name: str, rest: Sequence[str]) -> int:
+    """Run the command of that name with its options; returns the exit code."""
     try:
         import tyro
     except ImportError:
@@ -67,22 +101,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = tyro.cli(command.Options, prog=f"streamgrad {name}", args=rest, config=single)
     except SystemExit as stop:  # after --help or a wrong option, which tyro has answered
         return int(stop.code or 0)
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        # asyncio, under checkpoints, puts a handler of its own in place of the default one, and may lose a Ctrl-C.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, _interrupt)
-        return command.main(options) or 0
-    except (ValueError, OSError, ArithmeticError) as error:  # what a user can mend; the rest keeps its traceback
-        print(f"streamgrad {name}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        print("stopped.", file=sys.stderr)
-        return 130
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
-
-
-def _interrupt(number: int, frame: types.FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+    return command.main(options) or 0

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,25 @@ class UsageError(ValueError):
 
 
 @contextlib.contextmanager
-def from_options() -> Iterator[None]:
-    """What is wrong with values that came from options alone is wrong with the command line."""
+def from_options(**options: str) -> Iterator[None]:
+    """What is wrong with values that came from options alone is wrong with the command line.
+
+    Args:
+      **options: the option that each argument came from, so that the error names what the user has typed.
+
+    Example:
+      >>> with from_options(n_hidden="--hidden"):
+      ...     raise ValueError("n_hidden must be a whole number of at least 1, not 0.")
+      Traceback (most recent call last):
+      ...
+      streamgrad.cli.options.UsageError: --hidden must be a whole number of at least 1, not 0.
+    """
     try:
         yield
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        # An argument's name stands before "must", or before the value that it has.
+        named = re.sub(r"\b(\w+)(?= must |, \d)", lambda found: options.get(found[0], found[0]), str(error))
+        raise UsageError(named) from error
 
 
 def choose(option: str, value: str, choices: Sequence[str]) -> None:

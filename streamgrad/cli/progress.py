@@ -54,7 +54,7 @@ def _bars() -> Iterator[Progress]:
             if setting not in tasks:
                 tasks[setting] = bars.add_task(setting, total=total, rate="", words=""), Clock()
             task, clock = tasks[setting]
-            rate = ", ".join(filter(None, clock.see(made, total)))
+            rate = ", ".join(filter(None, clock.see(made, total, words)))
             bars.update(task, completed=made, total=total, rate=rate, words=words)
 
         yield progress

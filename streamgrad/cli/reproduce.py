@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from streamgrad import interrupts
 from streamgrad.cli.options import choose
 from streamgrad.experiments import EXTRA, MODULES
 
@@ -43,6 +44,7 @@ def main(options: Options) -> int:
     from streamgrad.cli.report import EarlyClaims, print_outcome
     from streamgrad.experiments.reproduce import expand, reproduce
     from streamgrad.report import collect, write_report
+    from streamgrad.report.run import FILE
 
     choose("experiment", options.experiment, [*MODULES, *EXTRA, "all"])
     folder = options.out or Path("runs") / options.preset
@@ -51,6 +53,8 @@ def main(options: Options) -> int:
     if options.preset == "smoke":  # its programs run for milliseconds: compiling fast is worth more
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = flags if FAST_COMPILATION in flags else f"{flags} {FAST_COMPILATION}".strip()
+    go_on = f"stopped; the same command with --resume goes on with what is in {folder}."
+    interrupts.on_stop(lambda: go_on if (folder / FILE).exists() else "stopped before the run began.")
     with show_progress(quiet=options.json) as progress:
         early = EarlyClaims(folder, progress)
         reproduce(

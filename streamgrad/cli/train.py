@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from streamgrad import interrupts
 from streamgrad.cli.options import check_text, choose, from_options, pairs
 from streamgrad.tasks import TASKS, find_task, task_function
 
@@ -67,8 +67,8 @@ class Options:
     """Of the parameters, in all."""
     every: int = 10
     """Updates that are averaged in one row of the metrics."""
-    checkpoint_every: int = 500
-    """Updates between two checkpoints, a multiple of --every; a kill loses no more."""
+    checkpoint_every: int | None = None
+    """Updates between two checkpoints, a multiple of --every; a kill loses no more. By default about 20 seconds."""
     checkpoints: bool = True
     """Whether to write any."""
     seeds: int = 1
@@ -81,8 +81,9 @@ class Options:
     """Print the outcome as JSON, for a program to read."""
 
 
-def main(options: Options) -> None:
-    """Train, and say what came of it."""
+def main(options: Options) -> int:
+    """Train, and say what came of it; a run that has learnt nothing in any seed has failed."""
+    from streamgrad.checks import check_size
     from streamgrad.estimators.registry import REGISTRY
     from streamgrad.online import batched
     from streamgrad.train import Plan, train
@@ -91,27 +92,43 @@ def main(options: Options) -> None:
     choose("--estimator", options.estimator, tuple(REGISTRY))
     row = REGISTRY[options.estimator]
     chosen = pairs("--estimator-options", options.estimator_options, row.make, skip=["model"])
-    with from_options():
+    names = {field.name: f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Options)}
+    names["n_hidden"] = "--hidden"
+    with from_options(**names):
+        sizes = {"batch_size": options.batch_size, "length": options.length}
+        check_size(**{name: size for name, size in sizes.items() if size is not None})
         plan = Plan(
             options.updates, options.every, options.checkpoint_every, options.seeds, options.seed, options.checkpoints
         )
         optimizer = make_optimizer(options)
     task = make_task(options)
-    with from_options():
+    with from_options(**names):
         model = make_model(options, task)
         estimator = batched(row.make(model, **{**row.options, **chosen}), task.batch_size)
     # Where files lie, what is printed, and what the plan says already do not define the run.
     apart = {"folder", "data", "resume", "json", "updates", "every", "checkpoint_every", "checkpoints", "seeds", "seed"}
     described = {name: value for name, value in dataclasses.asdict(options).items() if name not in apart}
     settings = {"resume": options.resume, "describe": described}
-    try:
-        with showing() as progress:
-            outcome = train(options.folder, plan, model, task, estimator, optimizer, progress=progress, **settings)
-    except KeyboardInterrupt:
-        if plan.checkpoints:
-            print("the same command with --resume goes on from the last checkpoint.", file=sys.stderr)
-        raise
+    interrupts.on_stop(lambda: what_is_kept(options))
+    with showing() as progress:
+        outcome = train(options.folder, plan, model, task, estimator, optimizer, progress=progress, **settings)
     print_outcome(options, outcome)
+    return 1 if all(found or at is not None for found, at in zip(outcome.risen, outcome.stopped, strict=True)) else 0
+
+
+def what_is_kept(options: Options) -> str:
+    """What a run that was stopped has left, and how it goes on."""
+    from streamgrad.train.checkpoint import steps
+    from streamgrad.train.session import CHECKPOINT, RUN
+
+    saved = steps(options.folder / CHECKPOINT)
+    if saved:
+        return f"stopped; the same command with --resume goes on from update {saved[-1]}."
+    if not (options.folder / RUN).exists():
+        return "stopped before the run began."
+    if options.checkpoints:
+        return "stopped before the first update; the same command with --resume begins the run."
+    return "stopped; without checkpoints the run cannot go on."
 
 
 def make_task(options: Options) -> "Task":
@@ -167,7 +184,8 @@ def print_outcome(options: Options, outcome: "Outcome") -> None:
     seeds: list[dict[str, Any]] = []
     for index, stopped in enumerate(outcome.stopped):
         mine = columns["loss"][columns["seed"] == options.seed + index]
-        seeds.append({"seed": options.seed + index, "stopped": stopped, "loss": float(mine[-1]) if len(mine) else None})
+        found = {"stopped": stopped, "rose": outcome.risen[index] is not None}
+        seeds.append({"seed": options.seed + index, **found, "loss": float(mine[-1]) if len(mine) else None})
     if options.json:
         print(json.dumps({"folder": str(outcome.folder), "updates": options.updates, "seeds": seeds}))
         return

@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from streamgrad import interrupts
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run an experiment; returns the exit code."""
@@ -70,4 +72,4 @@ def _chosen(settings: Sequence, names: Sequence[str]) -> tuple:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupts.run_process(main)

@@ -148,7 +148,7 @@ def plan_of(config: Any) -> Plan:
     return Plan(
         updates=config.updates,
         every=config.every,
-        updates_per_call=config.updates_per_call,
+        checkpoint_every=config.updates_per_call,
         seeds=config.trials,
         seed=config.seed,
         checkpoints=config.checkpoints,

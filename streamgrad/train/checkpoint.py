@@ -4,7 +4,12 @@ Leaves are stored by their path in the tree, and the tree itself comes from the 
 a checkpoint of another model is answered by the name of the leaf that does not fit.
 """
 
+import contextlib
+import logging
 import shutil
+import warnings
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +19,27 @@ import numpy as np
 
 from streamgrad._typing import PyTree
 
+KEPT = 2
+REMEDY = "put it back as it was, or begin again in another folder"
+_SUM = "checksum"  # no leaf has that name: theirs begin with a dot or a bracket
+_log = logging.getLogger("streamgrad")
+
+
+class Unreadable(ValueError):
+    """A checkpoint is damaged."""
+
 
 class Checkpoints:
-    """The newest state of a run, in a folder of its own.
+    """The newest states of a run, in a folder of its own.
 
     Args:
-      folder: one subfolder for each checkpoint, named by its step; all but the newest are removed.
+      folder: one subfolder for each checkpoint, named by its step; the newest and the one before it are kept.
     """
 
     def __init__(self, folder: Path):
         try:
-            import orbax.checkpoint as orbax
+            with _quiet():
+                import orbax.checkpoint as orbax
         except ImportError as error:
             raise ValueError(
                 'checkpoints need orbax: pip install "streamgrad[cli]", or train without checkpoints.'
@@ -32,42 +47,90 @@ class Checkpoints:
         self.folder = folder.absolute()  # orbax takes no other
         self._orbax = orbax.PyTreeCheckpointer()
 
-    def latest(self) -> int | None:
-        """The step of the newest checkpoint, if there is one."""
-        steps = _steps(self.folder)
-        return max(steps) if steps else None
-
     def save(self, step: int, state: PyTree) -> None:
-        """Store a state; it appears at once and whole, and the older ones go after that."""
+        """Store a state; it appears at once and whole, and older ones go after that."""
         leaves = {name: np.asarray(leaf) for name, leaf in _by_name(state).items() if leaf.size}
-        old = _steps(self.folder)
-        self._orbax.save(self.folder / str(step), leaves, force=True)
-        for other in old:
-            if other != step:
-                shutil.rmtree(self.folder / str(other))
+        old = steps(self.folder)
+        with _quiet():
+            self._orbax.save(self.folder / str(step), leaves | {_SUM: _checksum(leaves)}, force=True)
+        # Those past this step are damaged: the run went on from one before them.
+        earlier = [other for other in old if other < step][-(KEPT - 1) :]
+        for other in {*old} - {*earlier, step}:
+            shutil.rmtree(self.folder / str(other))
 
-    def restore(self, step: int, template: PyTree) -> PyTree:
-        """The state of that step.
+    def newest(self) -> tuple[int, dict[str, np.ndarray]] | None:
+        """The step and leaves of the newest checkpoint that can be read; None where there is no checkpoint.
+
+        A damaged one is passed over, with a warning on the log "streamgrad"; if all are, ValueError.
+        """
+        found = steps(self.folder)
+        for step in reversed(found):
+            try:
+                return step, self.read(step)
+            except Unreadable as error:
+                if step == found[0]:
+                    raise ValueError(f"{error}, and there is no good one before it: {REMEDY}.") from error
+                _log.warning("%s; going on from the one before it.", error)
+        return None
+
+    def fit(self, step: int, found: dict[str, np.ndarray], template: PyTree) -> PyTree:
+        """The state of that step from its leaves.
 
         Args:
-          step: from `latest`.
+          step: of the checkpoint.
+          found: its leaves, from `newest` or `read`.
           template: a tree with the structure, shapes and dtypes of the state, such as `jax.eval_shape` gives.
 
         Returns:
           The state, bit for bit, in the types of the template.
         """
-        where = self.folder / str(step)
-        try:
-            found = self._orbax.restore(where)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"the checkpoint {where} cannot be read: {str(error).splitlines()[0]}.") from error
-        expected = _by_name(template)
+        where, expected = self.folder / str(step), _by_name(template)
         stored = {name for name, leaf in expected.items() if leaf.size}
         for name in sorted(stored ^ set(found)):
             whose = "the run" if name in stored else "the checkpoint"
             raise ValueError(f"the checkpoint {where} is of another run: only {whose} has state{name}.")
         leaves = [_fit(where, name, like, found.get(name)) for name, like in expected.items()]
         return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+    def read(self, step: int) -> dict[str, np.ndarray]:
+        """The leaves of that step by their path in the state, all but empty ones; `Unreadable` where it is damaged."""
+        where = self.folder / str(step)
+        try:
+            with _quiet():
+                found = {name: np.asarray(leaf) for name, leaf in self._orbax.restore(where).items()}
+            stored = int(found.pop(_SUM))
+        except Exception as error:  # orbax and its storage have many
+            raise Unreadable(f"the checkpoint {where} cannot be read ({type(error).__name__})") from error
+        if stored != _checksum(found):
+            raise Unreadable(f"the checkpoint {where} cannot be read (its checksum is wrong)")
+        return found
+
+
+def steps(folder: Path) -> list[int]:
+    """Those of finished checkpoints, in order: one that is being written has a name that is no number."""
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+
+
+def _checksum(leaves: dict[str, np.ndarray]) -> np.ndarray:
+    """Of names and bytes: the storage does not notice every damage."""
+    found = 0
+    for name in sorted(leaves):
+        found = zlib.crc32(np.ascontiguousarray(leaves[name]).tobytes(), zlib.crc32(name.encode(), found))
+    return np.asarray(found, np.uint32)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without orbax's own warnings, which are about matters that a user has no hand in."""
+    absl = logging.getLogger("absl")
+    level = absl.level
+    absl.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        absl.setLevel(level)
 
 
 def _fit(where: Path, name: str, like: Any, leaf: Any) -> jax.Array:
@@ -77,11 +140,6 @@ def _fit(where: Path, name: str, like: Any, leaf: Any) -> jax.Array:
         have, want = f"{leaf.dtype}{list(leaf.shape)}", f"{like.dtype}{list(like.shape)}"
         raise ValueError(f"the checkpoint {where} is of another run: its state{name} is {have}, not {want}.")
     return jnp.asarray(leaf)
-
-
-def _steps(folder: Path) -> list[int]:
-    """Of finished checkpoints alone: one that is being written has a name that is no number."""
-    return [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
 
 
 def _by_name(tree: PyTree) -> dict[str, Any]:

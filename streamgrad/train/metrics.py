@@ -2,13 +2,18 @@
 
 import csv
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from streamgrad.files import replace_text
+from streamgrad.train.checkpoint import REMEDY
+
 CSV, JSONL = "metrics.csv", "metrics.jsonl"
+_log = logging.getLogger("streamgrad")
 
 
 class Writer:
@@ -62,22 +67,42 @@ class Writer:
             os.fsync(file.fileno())
 
 
-def cut(folder: Path, update: int) -> None:
-    """Drop the rows after an update, and a last line that is not whole: what a killed run wrote past its checkpoint."""
+def cut(folder: Path, rows: Sequence[tuple[int, int]]) -> None:
+    """Keep the rows up to a checkpoint, and drop what a killed run wrote past it.
+
+    Args:
+      folder: of the run.
+      rows: the update and seed of each row up to the checkpoint, in order. ValueError where a file lacks one of them:
+        they cannot be made again.
+    """
     for name in (CSV, JSONL):
-        path, beside = folder / name, folder / (name + ".part")
-        if update == 0:  # the header too
+        path = folder / name
+        if not rows:  # the header goes too
             path.unlink(missing_ok=True)
-        if not path.exists():
             continue
-        with open(beside, "w", encoding="utf-8", newline="") as file:
-            for number, line in enumerate(_lines(path)):
-                is_header = name == CSV and number == 0
-                if is_header or _update_of(line, name) <= update:
-                    file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        if not path.exists():
+            raise ValueError(f"{path} is missing, and its rows cannot be made again: {REMEDY}.")
+        lines = list(_lines(path))
+        first = 1 if name == CSV else 0  # after the header
+        header = lines[0].split(",") if first and lines else []
+        for number, (update, seed) in enumerate(rows, start=first):
+            found = _key(lines[number], header) if number < len(lines) else "the end of the file"
+            if found != (update, seed):
+                found = "no row of metrics" if found is None else found
+                found = f"update {found[0]}, seed {found[1]}" if isinstance(found, tuple) else found
+                raise ValueError(
+                    f"{path} is damaged: line {number + 1} is {found}, not the row of update {update}, seed {seed}: "
+                    f"{REMEDY}."
+                )
+        rest = lines[first + len(rows) :]
+        if any(_key(line, header) is None for line in rest):
+            _log.warning("%s: what followed the checkpoint's rows was no row of metrics and is dropped.", path)
+        replace_text(path, "".join(lines[: first + len(rows)]))
+
+
+def has_rows(folder: Path) -> bool:
+    """Whether any rows were written."""
+    return len(list(_lines(folder / CSV))) > 1 or bool(list(_lines(folder / JSONL)))
 
 
 def read(path: Path | str) -> dict[str, np.ndarray]:
@@ -91,14 +116,17 @@ def read(path: Path | str) -> dict[str, np.ndarray]:
     """
     path = Path(path)
     path = path / CSV if path.is_dir() else path
-    with open(path, encoding="utf-8", newline="") as file:
-        header, *lines = csv.reader(file)
-    whole = {"update": int, "seed": int}
-    table = list(zip(*lines, strict=True)) or [()] * len(header)
-    return {
-        name: np.array(values, dtype=str).astype(whole.get(name, float))
-        for name, values in zip(header, table, strict=True)
-    }
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            header, *lines = csv.reader(file)
+        table = list(zip(*lines, strict=True)) or [()] * len(header)
+        whole = {"update": int, "seed": int}
+        return {
+            name: np.array(values, dtype=str).astype(whole.get(name, float))
+            for name, values in zip(header, table, strict=True)
+        }
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path} is not a whole file of metrics: {error}.") from error
 
 
 def _spread(rows: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
@@ -121,13 +149,22 @@ def _as_json(value: str) -> str:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The whole lines of a file; none where there is no file."""
+    """The whole lines of a file; none where there is no file. What is no text comes as replacement characters."""
     if path.exists():
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8", errors="replace", newline="") as file:
             for line in file:
                 if line.endswith("\n"):
                     yield line
 
 
-def _update_of(line: str, name: str) -> int:
-    return int(line.split(",", 1)[0]) if name == CSV else json.loads(line)["update"]
+def _key(line: str, header: Sequence[str]) -> tuple[int, int] | None:
+    """The update and seed of a row, of CSV if there is a header; None where it is no row."""
+    try:
+        if not header:
+            row = json.loads(line)
+            return row["update"], row["seed"]
+        update, seed, *values = line.split(",")
+        numbers = [float(value) for value in values]
+        return (int(update), int(seed)) if len(numbers) + 2 == len(header) else None
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+COMPILING = "compiling"  # the words before the first update
 Show = Callable[[int, int, str], None]  # show(updates made, of how many, a few words)
 
 
@@ -41,39 +42,41 @@ def _bar(title: str) -> Iterator[Show]:
         TextColumn("{task.fields[words]}"),
     ]
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        shown = bar.add_task(title, total=None, rate="", words="compiling")
+        shown = bar.add_task(title, total=None, rate="", words="")
         clock = Clock()
 
         def show(done: int, of: int, words: str) -> None:
-            rate, _ = clock.see(done, of)
+            rate, _ = clock.see(done, of, words)
             bar.update(shown, completed=done, total=of, rate=rate, words=words)
 
         yield show
 
 
 def plain_lines(title: str, every_seconds: float) -> Show:
-    """A function that prints a line on stderr now and then, and at the end."""
+    """A function that prints a line on stderr before the first update, after it, now and then, and at the end."""
     clock, last = Clock(), -float("inf")
 
     def show(done: int, of: int, words: str) -> None:
         nonlocal last
-        rate, left = clock.see(done, of)
+        rate, left = clock.see(done, of, words)
         if time.monotonic() - last >= every_seconds or done >= of:
-            last = time.monotonic()
+            last = time.monotonic() if words != COMPILING else -float("inf")
             print(", ".join(filter(None, [f"{title}: {done} of {of}", rate, left, words])), file=sys.stderr, flush=True)
 
     return show
 
 
 class Clock:
-    """Rate and time left since the first call, which has the compilation in it and so is left out."""
+    """Rate and time left since the first updates were made; how long it took to compile is left out."""
 
     def __init__(self) -> None:
         self.first: tuple[float, int] | None = None
 
-    def see(self, done: int, of: int) -> tuple[str, str]:
+    def see(self, done: int, of: int, words: str) -> tuple[str, str]:
         """Rate and time left, in words; empty as long as nothing is known of them."""
         now = time.monotonic()
+        if words == COMPILING:
+            return "", ""
         if self.first is None:
             self.first = (now, done)
         seconds, made = now - self.first[0], done - self.first[1]

@@ -1,0 +1,139 @@
+"""Ctrl-C: exit code 130 at any moment, no traceback, and a message that is true."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from streamgrad.train.checkpoint import steps
+
+ROOT = Path(__file__).parent.parent
+START = """
+import sys, time
+from streamgrad import interrupts
+
+def command():
+    interrupts.on_stop(lambda: "kept.")
+    print("ready", flush=True)
+{}
+    return 0
+
+interrupts.run_process(command)
+"""
+
+
+def start(body: str) -> subprocess.Popen:
+    """A command of the standard library alone, so that it takes a fraction of a second; returns when it is ready."""
+    code = START.format(textwrap.indent(textwrap.dedent(body), "    "))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+CASES = {
+    "python": "while True: pass",
+    "swallowed": """
+        while True:
+            try: time.sleep(60)
+            except KeyboardInterrupt: pass
+        """,
+    "another error": """
+        try: time.sleep(60)
+        except KeyboardInterrupt: raise ValueError("what it became")
+        """,
+    "lost in a destructor": """
+        class Lost:
+            def __del__(self): time.sleep(60)
+        Lost()
+        time.sleep(60)
+        """,
+    "import": """
+        import tempfile, pathlib
+        folder = tempfile.mkdtemp()
+        (pathlib.Path(folder) / "slow_module.py").write_text("import time; time.sleep(60)")
+        sys.path.insert(0, folder)
+        import slow_module
+        """,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_command_always_ends(case):
+    process = start(CASES[case])
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, "kept.\n")
+    assert time.monotonic() - begun < 10  # a second, on a machine that has nothing else to do
+
+
+HELD = """
+with interrupts.hold():
+    until = time.monotonic() + {}
+    while time.monotonic() < until: pass
+    print("whole", flush=True)
+print("after", flush=True)
+"""
+
+
+def test_a_first_ctrl_c_waits_for_what_must_be_whole():
+    process = start(HELD.format(1.5))
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    found, error = process.communicate(timeout=30)
+    assert process.returncode == 130 and found == "whole\n"
+    assert error == "stopping after the running call; Ctrl-C again ends at once.\nkept.\n"
+
+
+def test_a_second_ctrl_c_does_not():
+    process = start(HELD.format(60))
+    for _ in range(2):
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+    found, error = process.communicate(timeout=30)
+    assert process.returncode == 130 and not found and error.endswith("kept.\n")
+
+
+def test_without_ctrl_c_the_code_is_the_commands():
+    for body, code in (("return 7", 7), ("sys.exit(3)", 3), ("raise TypeError('mine')", 1), ("pass", 0)):
+        process = start(body)
+        _, error = process.communicate(timeout=30)
+        assert process.returncode == code and ("TypeError: mine" in error) == (code == 1)
+
+
+COMMANDS = {
+    "uoro": ["train", "X", "--task", "queue", "--cell", "gru", "--hidden", "8", "--updates", "1000000"],
+    "rtrl": ["train", "X", "--task", "queue", "--hidden", "8", "--estimator", "rtrl", "--updates", "1000000"],
+    "reproduce": ["reproduce", "--preset", "laptop", "--out", "X"],
+    "compare": ["compare", "--task", "queue"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_end_at_random_moments(name, tmp_path):
+    draw = random.Random(name)
+    for moment in range(4):
+        folder = tmp_path / str(moment)
+        words = [str(folder) if word == "X" else word for word in COMMANDS[name]]
+        argv = [sys.executable, "-m", "streamgrad.cli", *words]
+        process = subprocess.Popen(argv, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, text=True)
+        time.sleep(draw.uniform(0.3, 12))
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 130 and time.monotonic() - begun < 10, error
+        assert "stopped" in error and not re.search("Traceback|Exception|Error", error), error
+        if found := re.search(r"goes on from update (\d+)\.", error):
+            assert int(found[1]) == steps(folder / "checkpoint")[-1]
+        elif name in ("uoro", "rtrl"):
+            assert not steps(folder / "checkpoint")
