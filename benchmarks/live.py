@@ -30,8 +30,8 @@ import optax
 
 import streamgrad as sg
 from streamgrad.estimators import carried
-from streamgrad.tasks import find_task
-from streamgrad.tasks.base import Task
+from streamgrad.lab.tasks import find_task
+from streamgrad.lab.tasks.base import Task
 
 CELLS = {"lstm": sg.cells.lstm, "gru": sg.cells.gru, "vanilla": sg.cells.vanilla}
 STREAMS = 16

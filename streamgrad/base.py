@@ -2,7 +2,7 @@
 
 Two levels. A training loop knows only `GradientEstimator(init, update)`. Under it, the forward-mode estimators are an
 `Influence(init, advance, contract)`: a representation of dh_t/dθ that one step of the network advances and that the
-gradient of a loss contracts. `streamgrad.online` turns the second into the first.
+gradient of a loss contracts. `streamgrad.engine.online` turns the second into the first.
 
 All of it is written for one stream; `streamgrad.batched` adds the batch axis from outside.
 """
@@ -225,7 +225,7 @@ class Model:
 class Influence(NamedTuple):
     """A representation of dh_t/dθ, as exact or as noisy as it likes.
 
-    `step` below is a `streamgrad.cuts.Step`: the transition at this moment, with its derivatives as linear maps.
+    `step` below is a `streamgrad.step.cuts.Step`: the transition at this moment, with its derivatives as linear maps.
 
     Attributes:
       cut: the cut at which the transition is linearised.

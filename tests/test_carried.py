@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
+from streamgrad.adapt.averages import Averages
 from streamgrad.estimators import carried
-from streamgrad.estimators.averages import Averages
-from streamgrad.estimators.shaping import Shaping
+from streamgrad.noise.shaping import Shaping
 from tests.tools import all_signs, bptt, error, make_chunk, make_model, make_params, random_alpha, random_q0, split
 
 LENGTH = 4

@@ -5,8 +5,8 @@ import csv
 import numpy as np
 import pytest
 
-from streamgrad.experiments import find_experiment
-from streamgrad.experiments.carried_report import means, sections
+from streamgrad.lab.experiments import find_experiment
+from streamgrad.lab.experiments.carried_report import means, sections
 
 
 def write(path, rows):

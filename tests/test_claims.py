@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from streamgrad.experiments import ablation, carried_report, variance, variance_report
+from streamgrad.lab.experiments import ablation, carried_report, variance, variance_report
 
 RESULTS = Path(__file__).parent.parent / "experiments" / "results" / "paper"
 

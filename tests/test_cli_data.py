@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import sklearn.datasets
 
-from streamgrad.cli.main import main
-from streamgrad.tasks import find_task, mnist
+from streamgrad.lab.cli.main import main
+from streamgrad.lab.tasks import find_task, mnist
 from tests.test_tasks import idx, small_mnist  # noqa: F401, a fixture
 
 

@@ -13,8 +13,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from streamgrad.cli.main import COMMANDS, main
-from streamgrad.train import read_metrics
+from streamgrad.lab.cli.main import COMMANDS, main
+from streamgrad.lab.train import read_metrics
 
 ROOT = Path(__file__).parent.parent
 TRAIN = ["--task", "queue", "--task-options", "delay=1", "--batch-size", "2", "--length", "2", "--cell", "vanilla"]
@@ -32,13 +32,13 @@ def as_a_user():
 def test_help_loads_nothing_heavy():
     """In a fresh interpreter; modules are counted, since seconds depend on the machine."""
     code = (
-        "import sys; from streamgrad.cli.main import main\n"
+        "import sys; from streamgrad.lab.cli.main import main\n"
         "assert main(['--help']) == 0 and main([]) == 0 and main(['--version']) == 0\n"
         "assert not {'tyro', 'numpy', 'rich'} & set(sys.modules), 'for the list of commands'\n"
         "assert main(['train', '--help']) == 0\n"
         "heavy = {'jax', 'numpy', 'optax', 'orbax', 'sklearn', 'matplotlib', 'jinja2', 'rich'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-        "import streamgrad.online, streamgrad as sg\n"
+        "import streamgrad.engine.online, streamgrad as sg\n"
         "assert all(getattr(sg, name) is not None for name in dir(sg)) and sg.online.__name__ == 'online'\n"
         "assert callable(sg.online) and set(sg.__all__) < set(dir(sg)) and not hasattr(sg, 'nonsense')\n"
     )
@@ -106,7 +106,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen:
     cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
     cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
     environment = os.environ | cache | {"JAX_ENABLE_X64": "1"}
-    command = [sys.executable, "-m", "streamgrad.cli", "train", str(folder), *TRAIN, *more]
+    command = [sys.executable, "-m", "streamgrad.lab.cli", "train", str(folder), *TRAIN, *more]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 

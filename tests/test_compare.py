@@ -11,8 +11,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
-from streamgrad.cli.main import main
-from streamgrad.compare import Candidate, candidates_for, compare, ranks
+from streamgrad.lab.cli.main import main
+from streamgrad.lab.compare import Candidate, candidates_for, compare, ranks
 from tests import tools
 
 
@@ -117,7 +117,7 @@ def test_command(tmp_path, capsys):
     ],
 )
 def test_what_is_wrong_is_said_before_training(options, code, says, capsys, monkeypatch):
-    monkeypatch.setattr("streamgrad.cli.compare.prepare", lambda *args: pytest.fail("it has begun to train"))
+    monkeypatch.setattr("streamgrad.lab.cli.compare.prepare", lambda *args: pytest.fail("it has begun to train"))
     if options[-1].startswith("/proc") and not Path("/proc").is_dir():
         pytest.skip("no folder that nobody may write to")
     assert main(["compare", *options]) == code
@@ -163,7 +163,7 @@ def test_carry_is_measured_with_what_it_has_learnt(rows, monkeypatch):
     found, (model, params, chunk) = rows
     assert found["uoro carry=True"].verdict == "none seen"
     # Without a past it is GIR with the identity, and says so.
-    monkeypatch.setattr("streamgrad.compare.WARM_UP", 6)
+    monkeypatch.setattr("streamgrad.lab.compare.WARM_UP", 6)
     some = [Candidate("carry", "unbiased", sg.uoro(model, carry=True))]
     (row,) = compare(model, params, chunk, jax.random.key(3), 2048, 8, repeats=1, candidates=some)
     assert row.name == "carry (nothing learnt yet)"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
-from streamgrad.experiments import __main__ as command
-from streamgrad.experiments import ablation, find_experiment, records, tune, variance, variance_report
-from streamgrad.experiments.episodic import episodic_uoro, shown_steps, summarise_episodes
-from streamgrad.experiments.roots import damped_q0
+from streamgrad.lab.experiments import __main__ as command
+from streamgrad.lab.experiments import ablation, find_experiment, records, tune, variance, variance_report
+from streamgrad.lab.experiments.episodic import episodic_uoro, shown_steps, summarise_episodes
+from streamgrad.lab.experiments.roots import damped_q0
 
 MODEL = sg.Model(sg.cells.lstm(2, 2), sg.heads.softmax(3))
 B, T = 2, 3

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from streamgrad.train.checkpoint import steps
+from streamgrad.lab.train.checkpoint import steps
 
 ROOT = Path(__file__).parent.parent
 START = """
 import sys, time
-from streamgrad import interrupts
+from streamgrad.lab import interrupts
 
 def command():
     interrupts.on_stop(lambda: "kept.")
@@ -125,7 +125,7 @@ def test_commands_end_at_random_moments(name, tmp_path):
     for moment in range(4):
         folder = tmp_path / str(moment)
         words = [str(folder) if word == "X" else word for word in COMMANDS[name]]
-        argv = [sys.executable, "-m", "streamgrad.cli", *words]
+        argv = [sys.executable, "-m", "streamgrad.lab.cli", *words]
         process = subprocess.Popen(argv, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, text=True)
         time.sleep(draw.uniform(0.3, 12))
         process.send_signal(signal.SIGINT)

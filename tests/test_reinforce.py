@@ -14,9 +14,9 @@ from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 from streamgrad.estimators import find_noise, with_sigma
-from streamgrad.experiments import find_experiment
-from streamgrad.tasks.base import Task
-from streamgrad.train import loop
+from streamgrad.lab.experiments import find_experiment
+from streamgrad.lab.tasks.base import Task
+from streamgrad.lab.train import loop
 from tests import oracle
 from tests.tools import (
     cut_size,

@@ -9,10 +9,10 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from streamgrad.cli.main import main
-from streamgrad.cli.report import EarlyClaims, print_claims
-from streamgrad.experiments import MODULES, Claim
-from streamgrad.report.figure import inline_svg
+from streamgrad.lab.cli.main import main
+from streamgrad.lab.cli.report import EarlyClaims, print_claims
+from streamgrad.lab.experiments import MODULES, Claim
+from streamgrad.lab.report.figure import inline_svg
 from tests.browser import Page, find_browser
 from tests.fake_experiment import NASTY
 

@@ -11,9 +11,9 @@ import pytest
 from sklearn.datasets import load_digits
 
 import streamgrad as sg
-from streamgrad.tasks import TASKS, find_task, mnist
-from streamgrad.tasks.images import image_task
-from streamgrad.tasks.mnist import IdxFile
+from streamgrad.lab.tasks import TASKS, find_task, mnist
+from streamgrad.lab.tasks.images import image_task
+from streamgrad.lab.tasks.mnist import IdxFile
 
 
 def stream(task, chunks: int, seed: int = 0) -> tuple[sg.Chunk, object]:
@@ -246,6 +246,6 @@ def test_images_and_labels_that_do_not_fit(images, labels, words):
 
 
 def test_every_task_of_the_table_is_there():
-    from streamgrad.tasks import task_function
+    from streamgrad.lab.tasks import task_function
 
     assert all(callable(task_function(name)) for name in TASKS)

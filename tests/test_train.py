@@ -14,10 +14,10 @@ import optax
 import pytest
 
 import streamgrad as sg
-from streamgrad.cli.main import main
-from streamgrad.tasks import Task, find_task
-from streamgrad.train import Diverged, Plan, begin, load_params, metrics, read_metrics, train
-from streamgrad.train.checkpoint import Checkpoints, steps
+from streamgrad.lab.cli.main import main
+from streamgrad.lab.tasks import Task, find_task
+from streamgrad.lab.train import Diverged, Plan, begin, load_params, metrics, read_metrics, train
+from streamgrad.lab.train.checkpoint import Checkpoints, steps
 from tests.test_readme import ROOT, code_blocks
 
 PLAN = Plan(updates=12, every=2, checkpoint_every=4, seeds=2, seed=3)
@@ -326,7 +326,7 @@ def test_numbers_do_not_depend_on_the_length_of_calls(name, tmp_path, monkeypatc
     seen: dict[float, list[int]] = {}
     outcomes = []
     for seconds, interval in ((1e-9, 6), (1e9, None), (1e-9, None)):
-        monkeypatch.setattr("streamgrad.train.session.CALL_SECONDS", seconds)
+        monkeypatch.setattr("streamgrad.lab.train.session.CALL_SECONDS", seconds)
         made = seen.setdefault(seconds, [])
         made.clear()
         outcomes.append(
@@ -347,7 +347,7 @@ def test_numbers_do_not_depend_on_the_length_of_calls(name, tmp_path, monkeypatc
 
 def test_ctrl_c_saves_the_last_whole_row(tmp_path, monkeypatch):
     """Although no checkpoint was due; the updates of a row that is not whole are made again."""
-    monkeypatch.setattr("streamgrad.train.session.CALL_SECONDS", 1e-9)
+    monkeypatch.setattr("streamgrad.lab.train.session.CALL_SECONDS", 1e-9)
 
     def ctrl_c(done, of, words):
         if done == 5:
@@ -363,7 +363,7 @@ def test_ctrl_c_saves_the_last_whole_row(tmp_path, monkeypatch):
 
 
 def test_a_seed_that_stops_within_a_row_ends_the_run_at_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("streamgrad.train.session.CALL_SECONDS", 1e-9)
+    monkeypatch.setattr("streamgrad.lab.train.session.CALL_SECONDS", 1e-9)
     plan, task = Plan(updates=12, every=4, seeds=1), counting({0: 1})
     for resume in (False, True):
         with pytest.raises(Diverged, match="seed 0 stopped at update 2, where"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
-from streamgrad.estimators.groups import make_groups
+from streamgrad.noise.groups import make_groups
 from tests import tools
 
 LENGTH = 7

@@ -9,8 +9,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
-from streamgrad.estimators.groups import make_groups
-from streamgrad.variance.objective import dense_jacobian
+from streamgrad.noise.groups import make_groups
+from streamgrad.theory.objective import dense_jacobian
 from tests import textbook, tools
 
 LENGTH = 3

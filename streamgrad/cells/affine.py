@@ -19,8 +19,8 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Cut
 from streamgrad.checks import check_cell, check_size
-from streamgrad.cuts import params_cut, state_cut
 from streamgrad.keys import check_key
+from streamgrad.step.cuts import params_cut, state_cut
 
 Affine = Callable[[str, Array], Array]
 

@@ -6,7 +6,7 @@ from streamgrad._typing import Array, PyTree
 from streamgrad.base import Cell
 from streamgrad.cells.affine import input_shape, whole_state
 from streamgrad.checks import check_cell
-from streamgrad.cuts import params_cut, state_cut
+from streamgrad.step.cuts import params_cut, state_cut
 
 
 def from_function(

@@ -8,7 +8,7 @@ import jax
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Cell, Cut
 from streamgrad.checks import check_like
-from streamgrad.cuts import params_cut, state_cut
+from streamgrad.step.cuts import params_cut, state_cut
 
 
 def stack(*cells: Cell) -> Cell:

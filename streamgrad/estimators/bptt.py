@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model, check_size, leading_length
-from streamgrad.estimators.outer import Outer, sum_outer
-from streamgrad.online import Parts, estimator, restart, same_dtype, sum_over_streams, transition
+from streamgrad.engine.online import Parts, estimator, restart, same_dtype, sum_over_streams, transition
+from streamgrad.step.weights import Outer, sum_outer
 
 
 def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:

@@ -5,17 +5,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from streamgrad import cuts
 from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, GradientEstimator, Influence, Model
 from streamgrad.checks import check_choice, find_cut
-from streamgrad.cuts import Step
-from streamgrad.estimators.groups import make_groups
-from streamgrad.estimators.noise import Noise, find_noise
-from streamgrad.estimators.rescale import find_rescaling
-from streamgrad.estimators.shaping import Shaped, diagonal_q0, shaping
+from streamgrad.engine.online import online
 from streamgrad.estimators.uoro import UoroMemory, UoroShared, check_alpha_length, rank_one
-from streamgrad.online import online
+from streamgrad.noise.groups import make_groups
+from streamgrad.noise.rescale import find_rescaling
+from streamgrad.noise.shaping import Shaped, diagonal_q0, shaping
+from streamgrad.noise.sources import Noise, find_noise
+from streamgrad.step import cuts
+from streamgrad.step.cuts import Step
 
 
 def nobacktrack(

@@ -8,25 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad import cuts
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
-from streamgrad.checks import check_choice, find_cut
-from streamgrad.cuts import Step
-from streamgrad.estimators.carry import find_carry
-from streamgrad.estimators.carrying import (
+from streamgrad.adapt.carrying import (
     carried_estimator,
     carried_rescaling,
     switched,
     until_ready,
     watched,
 )
-from streamgrad.estimators.groups import Groups
-from streamgrad.estimators.noise import Noise, find_noise
-from streamgrad.estimators.outer import Outer, sum_outer
-from streamgrad.estimators.rescale import Rescaling, Terms, find_rescaling
+from streamgrad.adapt.choice import find_carry
+from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
+from streamgrad.checks import check_choice, find_cut
+from streamgrad.engine.online import online, online_parts
 from streamgrad.estimators.uoro import check_alpha_length
-from streamgrad.online import online, online_parts
+from streamgrad.noise.groups import Groups
+from streamgrad.noise.rescale import Rescaling, Terms, find_rescaling
+from streamgrad.noise.sources import Noise, find_noise
+from streamgrad.step import cuts
+from streamgrad.step.cuts import Step
+from streamgrad.step.weights import Outer, sum_outer
 
 
 class PreUoroMemory(NamedTuple):

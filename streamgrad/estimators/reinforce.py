@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from streamgrad import cuts
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
 from streamgrad.checks import (
@@ -21,9 +20,10 @@ from streamgrad.checks import (
     is_traced,
     leading_length,
 )
-from streamgrad.estimators.noise import Noise, find_noise
-from streamgrad.estimators.shaping import Shaping, check_q0, shape_noise, shaping
-from streamgrad.online import estimator, restart, transition
+from streamgrad.engine.online import estimator, restart, transition
+from streamgrad.noise.shaping import Shaping, check_q0, shape_noise, shaping
+from streamgrad.noise.sources import Noise, find_noise
+from streamgrad.step import cuts
 
 BASELINES = ("none", "average", "noise_free")
 
@@ -91,7 +91,7 @@ def reinforce(
     Unbiased for the *noisy* network: the mean is the gradient of the expected loss, which differs from that of the
     network without noise by O(σ²). Also `info.loss` is that of the noisy network. As σ goes to zero the estimate under
     "noise_free" becomes `uoro(cut="state", rescale="none")` under the same noise; without a baseline a term of zero
-    mean and a variance of order 1/σ² is added (`streamgrad.variance.score_variance`).
+    mean and a variance of order 1/σ² is added (`streamgrad.theory.score_variance`).
 
     | baseline b_t | what is subtracted | costs |
     |---|---|---|

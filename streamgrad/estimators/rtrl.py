@@ -5,12 +5,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from streamgrad import cuts
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_model, find_cut
-from streamgrad.cuts import Step
-from streamgrad.online import online
+from streamgrad.engine.online import online
+from streamgrad.step import cuts
+from streamgrad.step.cuts import Step
 
 
 def rtrl(model: Model, cut: str | None = None) -> GradientEstimator:

@@ -5,15 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from streamgrad import cuts
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import find_cut
-from streamgrad.cuts import Step
-from streamgrad.estimators.noise import Noise, find_noise
+from streamgrad.engine.online import online
 from streamgrad.estimators.rtrl import contract, empty_jacobian, propagate
-from streamgrad.estimators.shaping import Shaped, Shaping, check_q0, shape_noise, shaping
-from streamgrad.online import online
+from streamgrad.noise.shaping import Shaped, Shaping, check_q0, shape_noise, shaping
+from streamgrad.noise.sources import Noise, find_noise
+from streamgrad.step import cuts
+from streamgrad.step.cuts import Step
 
 
 def spatial_rtrl(

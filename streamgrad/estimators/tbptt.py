@@ -9,7 +9,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
 from streamgrad.checks import check_model, check_size, leading_length
-from streamgrad.online import estimator, restart, transition
+from streamgrad.engine.online import estimator, restart, transition
 
 
 class Past(NamedTuple):

@@ -5,19 +5,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from streamgrad import cuts
 from streamgrad._typing import Array, Float, PyTree
+from streamgrad.adapt.carrying import carried_estimator, carried_rescaling, switched, until_ready, watched
+from streamgrad.adapt.choice import find_carry
 from streamgrad.base import Chunk, Cut, GradientEstimator, Influence, Model, Params, real_dtype
 from streamgrad.checks import check_choice, find_cut
-from streamgrad.cuts import Step
-from streamgrad.estimators.carry import find_carry
-from streamgrad.estimators.carrying import carried_estimator, carried_rescaling, switched, until_ready, watched
-from streamgrad.estimators.factored import Factors, factored_parts, is_even, sum_factors
-from streamgrad.estimators.groups import Groups, make_groups
-from streamgrad.estimators.noise import Noise, find_noise
-from streamgrad.estimators.rescale import Rescaling, Terms, find_rescaling
-from streamgrad.estimators.shaping import Shaped, Shaping, check_q0, shape_gradient, shape_noise, shaping
-from streamgrad.online import Parts, estimator, online_parts, sum_over_streams
+from streamgrad.engine.factored import Factors, factored_parts, is_even, sum_factors
+from streamgrad.engine.online import Parts, estimator, online_parts, sum_over_streams
+from streamgrad.noise.groups import Groups, make_groups
+from streamgrad.noise.rescale import Rescaling, Terms, find_rescaling
+from streamgrad.noise.shaping import Shaped, Shaping, check_q0, shape_gradient, shape_noise, shaping
+from streamgrad.noise.sources import Noise, find_noise
+from streamgrad.step import cuts
+from streamgrad.step.cuts import Step
 
 
 class UoroMemory(NamedTuple):

@@ -1,0 +1,1 @@
+"""What is carried over from past windows to the next: Q_0 and α of a noisy estimator."""

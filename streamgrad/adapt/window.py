@@ -1,0 +1,182 @@
+"""B and C of a window from one reverse pass: what past windows tell of the next.
+
+B and C are sums over pairs of steps (q, r) of what g_{q,r} = Σ_{t>=q} b_r^(t) makes. Two gradients that one reverse
+pass takes back together give an unbiased estimate of both:
+
+- that of all losses, which is g_{r,r} at each step r. For r >= q causality makes g_{q,r} = g_{r,r}, so that every pair
+  on and above the diagonal is known exactly;
+- that of the losses from a single step q on, which below the diagonal is the row g_{q,r}, r < q. With q spread evenly
+  over the T steps, T times the row is an unbiased estimate of what lies below the diagonal.
+
+    B̂ = Σ_r Σ_{p<=r} (α_r²/α_p²) ‖a_p‖² g_{r,r} g_{r,r}^T + T Σ_{r<q} (α_r²/α_q²) ‖a_q‖² g_{q,r} g_{q,r}^T
+
+It is a sum of squares, hence positive semidefinite. A row alone, above the diagonal too, would do as well with one
+gradient instead of two; what it costs more is on a single stream, and what it estimates less is most of B.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from streamgrad._typing import Array, Bool, Float, Int, PyTree
+from streamgrad.base import Model, Params
+from streamgrad.noise.groups import Groups
+from streamgrad.theory.shaping import Spatial, group_norms, row_squares, same_group
+from streamgrad.theory.sweep import same_episode
+
+
+class Window(NamedTuple):
+    """A stretch of one stream, as a reverse pass needs it; time leading.
+
+    Attributes:
+      before: h_{t-1} ravelled, the state before each step, after a reset where there is one.
+      inputs: x_t.
+      dl_dstate: dL_t/dh_t.
+      reset: where episodes begin.
+    """
+
+    before: Float[Array, "T S"]
+    inputs: PyTree
+    dl_dstate: Float[Array, "T S"]
+    reset: Bool[Array, " T"]
+
+
+class Back(NamedTuple):
+    """What one reverse pass over a window found.
+
+    Attributes:
+      total: g_{r,r}, the gradient of all losses with respect to z_r.
+      row: g_{q,r} for r < q, the gradient of the losses from q on; zero elsewhere.
+      start: q.
+      length: T, as a number.
+      norms: ‖a_r‖² of each group.
+      episode: how many resets each step has behind it.
+    """
+
+    total: Float[Array, "T N"]
+    row: Float[Array, "T N"]
+    start: Int[Array, ""]
+    length: Array
+    norms: Float[Array, "T G"]
+    episode: Int[Array, " T"]
+
+
+def go_back(
+    model: Model, params: Params, groups: Groups, window: Window, start: Int[Array, ""], length: Any = None
+) -> Back:
+    """One reverse pass over a window: the gradient of all its losses, and of those from one step on.
+
+    Args:
+      model: the model, with preactivations.
+      params: its parameters.
+      groups: the partition of the preactivations.
+      window: the stretch. What lies before it is not seen: gradients end where the window begins.
+      start: q, in 0 … T-1.
+      length: T, where the window is not filled to its end; what lies beyond must have no gradient of a loss.
+
+    Returns:
+      The gradients.
+    """
+    cut = model.cell.cuts["preactivation"]
+    _, unravel_state = ravel_pytree(model.init_state(params))
+    first = jax.tree.map(lambda leaf: leaf[0], window.inputs)
+    z, unravel_z = ravel_pytree(cut.into(params.cell, unravel_state(window.before[0]), first))
+    still = jnp.zeros_like(z)
+    size = window.before.shape[0]
+
+    def step(later: Float[Array, "K S"], now: tuple) -> tuple[Array, Array]:
+        t, vector, x, dl_dstate, reset = now
+
+        def transition(vector: Array, dz: Array) -> Array:
+            new = cut.inject(params.cell, unravel_state(vector), x, unravel_z(dz))
+            return ravel_pytree(new)[0].astype(vector.dtype)
+
+        seen = later + jnp.stack([dl_dstate, jnp.where(t >= start, dl_dstate, 0)])
+        earlier, dz = jax.vmap(jax.vjp(transition, vector, still)[1])(seen)
+        return jnp.where(reset, 0, earlier), dz
+
+    nothing = jnp.zeros((2, window.before.shape[1]), window.before.dtype)
+    steps = (jnp.arange(size), window.before, window.inputs, window.dl_dstate, window.reset)
+    _, dz = jax.lax.scan(step, nothing, steps, reverse=True)
+
+    def features(vector: Array, x: PyTree) -> tuple[Array, ...]:
+        assert cut.features is not None
+        return tuple(jax.tree.leaves(cut.features(params.cell, unravel_state(vector), x)))
+
+    squares = row_squares(jax.vmap(features)(window.before, window.inputs), groups.rows)
+    length = jnp.asarray(size if length is None else length, z.dtype)
+    before_start = (jnp.arange(size) < start)[:, None]
+    return Back(
+        dz[:, 0],
+        jnp.where(before_start, dz[:, 1], 0),
+        jnp.asarray(start),
+        length,
+        group_norms(squares, groups),
+        jnp.cumsum(window.reset),
+    )
+
+
+def estimate_b(groups: Groups, back: Back, log_alpha: Float[Array, "T G"], diagonal: bool = False) -> Array:
+    """B̂ of a window, unbiased over the step q from which the reverse pass starts (Equation 15).
+
+    Args:
+      groups: the partition of the preactivations.
+      back: from `go_back`.
+      log_alpha: log α of every step and group.
+      diagonal: whether only the diagonal is wanted.
+
+    Returns:
+      B̂, `[N, N]` with zeros between groups, or `[N]`.
+    """
+    size = back.total.shape[0]
+    causal = np.tril(np.ones((size, size), bool)) & same_episode(back.episode)  # [r, p]
+    ratios = jnp.exp(2 * (log_alpha[:, None] - log_alpha[None, :]))
+    known = jnp.sum(jnp.where(causal[:, :, None], ratios * back.norms[None], 0), axis=1)
+    q = back.start
+    before_start = (jnp.arange(size) < q)[:, None]
+    ratio = jnp.exp(2 * (log_alpha - log_alpha[q][None]))
+    sampled = jnp.where(before_start, back.length * ratio * back.norms[q][None], 0)
+    scales = jnp.sqrt(jnp.concatenate([known, sampled]))[:, groups.index]
+    tall = scales * jnp.concatenate([back.total, back.row])
+    if diagonal:
+        return jnp.sum(tall**2, axis=0)
+    return jnp.where(same_group(groups), tall.T @ tall, 0)
+
+
+class CEstimate(NamedTuple):
+    """Ĉ of a window, for each group.
+
+    Attributes:
+      known: C[p, r] for r >= p, exact; zero below the diagonal.
+      row: C[q, r] for r < q; zero elsewhere.
+    """
+
+    known: Float[Array, "T T G"]
+    row: Float[Array, "T G"]
+
+    def matrix(self, back: Back) -> Float[Array, "T T G"]:
+        """Ĉ, unbiased over q."""
+        return self.known.at[back.start].add(back.length * self.row)
+
+
+def estimate_c(spatial: Spatial, back: Back) -> CEstimate:
+    """Ĉ of a window (Equation 12); α is solved from its average.
+
+    Args:
+      spatial: Q_0 with its inverse, and the groups.
+      back: from `go_back`.
+
+    Returns:
+      What is known of C. It does not change when Q_0 is multiplied by a number, so that averages over windows may be
+      taken while Q_0 changes.
+    """
+    size = back.total.shape[0]
+    weights = spatial.sum_groups(spatial.row_weights(back.norms[:, spatial.groups.index]))
+    total = spatial.sum_groups(spatial.shape(back.total) ** 2)
+    row = spatial.sum_groups(spatial.shape(back.row) ** 2)
+    causal = np.triu(np.ones((size, size), bool)) & same_episode(back.episode)  # [p, r]
+    known = jnp.where(causal[:, :, None], weights[:, None] * total[None], 0)
+    return CEstimate(known, weights[back.start][None] * row)

@@ -1,7 +1,0 @@
-"""`python -m streamgrad.cli`."""
-
-import sys
-
-from streamgrad.cli.main import main
-
-sys.exit(main())

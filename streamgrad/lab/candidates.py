@@ -1,0 +1,164 @@
+"""What `compare` compares: every registered estimator with its variants, and the theory of their variance."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from streamgrad._typing import Array
+from streamgrad.base import Chunk, GradientEstimator, Model, Params
+from streamgrad.estimators import registry
+from streamgrad.theory import (
+    Episode,
+    c_matrix,
+    collect,
+    optimal_alpha,
+    optimise,
+    preuoro_total_variance,
+    spatial_total_variance,
+    total_variance,
+)
+
+SIGNS = -2.0  # excess kurtosis of the estimators' own noise
+LARGEST_JACOBIAN = 2e8  # numbers in J_t of all steps, which a prediction at the state cut needs
+# The theory runs once: compiling fast is worth more than running fast.
+_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+class Candidate(NamedTuple):
+    """An estimator to be compared.
+
+    Attributes:
+      name: how it is shown.
+      promise: as in the registry.
+      est: the estimator.
+      predict: `predict(α of some streams) -> total variance`, or None where no theory is at hand.
+      bound: whether the prediction is an over-estimate: α that depends on the noise, as GIR's does, is treated as if it
+        did not, and the prediction is the mean over several such α.
+      hindsight: whether it was fitted to the very chunk: a bound on what can be gained, not a choice.
+    """
+
+    name: str
+    promise: str
+    est: GradientEstimator
+    predict: Callable[[Array | None], Array] | None = None
+    bound: bool = False
+    hindsight: bool = False
+
+
+def candidates_for(
+    model: Model, params: Params, chunk: Chunk, only: Sequence[str] | None = None
+) -> Iterator[Candidate]:
+    """All registered estimators with their variants, as far as the cell can have them.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      chunk: one stream; those of hindsight are fitted to it.
+      only: names of estimators; their variants come with them. None for all.
+
+    Returns:
+      What `compare` takes, one after the other.
+    """
+    if only is not None:
+        for name in only:
+            registry.find_estimator(name)
+    return _candidates(model, params, chunk, only)
+
+
+def _candidates(model: Model, params: Params, chunk: Chunk, only: Sequence[str] | None) -> Iterator[Candidate]:
+    episode = functools.cache(functools.partial(_episode, model, params, chunk))
+    for row in registry.ROWS:
+        cut = next((cut for cut in ("preactivation", "state") if cut in row.cuts and cut in model.cell.cuts), None)
+        if (only is not None and row.name not in only) or (row.cuts and cut is None):
+            continue
+        where = {"cut": cut} if cut else {}
+        for changed in ({}, *row.variants):
+            if changed and changed.items() <= where.items():
+                continue  # that is where it cuts anyway
+            named = {**row.options, **changed}
+            try:
+                est = row.make(model, **{**where, **named})
+            except ValueError:  # such as groups that do not divide the cell's preactivations
+                continue
+            label = " ".join([row.name, *(f"{option}={value}" for option, value in named.items())])
+            yield Candidate(label, row.promise, est, *_prediction(row, episode, {**where, **named}))
+        if row.name == "uoro" and cut == "preactivation":
+            yield from _hindsight(row, model, episode)
+
+
+def _hindsight(row: registry.Row, model: Model, episode: Callable[[str], Episode | None]) -> Iterator[Candidate]:
+    """UORO with the α and Q_0 that are optimal for this very stream."""
+    ep = episode("preactivation")
+    assert ep is not None
+    # α is indexed by the position in an episode, the theory by that in the chunk.
+    if len(ep.rows) > 1 or not bool(jnp.all(ep.episode == ep.episode[0])):
+        return
+    alpha = jax.jit(lambda ep: optimal_alpha(c_matrix(ep)).alpha, compiler_options=_ONCE)(ep)
+    best = jax.jit(optimise, compiler_options=_ONCE)(ep)
+    for label, options in (
+        ("optimal alpha", {"rescale": alpha}),
+        ("optimal alpha, Q_0", {"rescale": best.alpha, "q0": best.q0}),
+    ):
+        prediction = _prediction(row, episode, {"cut": "preactivation", **options})
+        yield Candidate(f"{row.name} {label}", row.promise, row.make(model, **options), *prediction, hindsight=True)
+
+
+def _episode(model: Model, params: Params, chunk: Chunk, cut: str) -> Episode | None:
+    if cut == "state":
+        state = ravel_pytree(model.init_state(params))[0].size
+        if len(jax.tree.leaves(chunk.inputs)[0]) * state * ravel_pytree(params.cell)[0].size > LARGEST_JACOBIAN:
+            return None
+
+    def all_of_it(params: Params, chunk: Chunk) -> Episode:
+        return collect(model, params, chunk, cut)
+
+    return jax.jit(all_of_it, compiler_options=_ONCE)(params, chunk)
+
+
+def _spatial(ep: Episode, alpha: Array, options: Mapping[str, Any]) -> Array:
+    del alpha, options
+    return spatial_total_variance(ep, kurtosis=SIGNS)
+
+
+def _preuoro(ep: Episode, alpha: Array, options: Mapping[str, Any]) -> Array:
+    del options
+    return preuoro_total_variance(ep, alpha, SIGNS)
+
+
+def _uoro(ep: Episode, alpha: Array, options: Mapping[str, Any]) -> Array:
+    return total_variance(ep, alpha, options.get("q0"), SIGNS, options.get("groups", 1))
+
+
+# By estimator: the total variance given α, and the options that it knows of; with others there is no prediction.
+_THEORY: Mapping[str, tuple[Callable[[Episode, Array, Mapping[str, Any]], Array], set[str]]] = {
+    "spatial_rtrl": (_spatial, {"cut"}),
+    "preuoro": (_preuoro, {"cut"}),
+    "uoro": (_uoro, {"cut", "groups", "rescale", "q0"}),
+}
+
+
+def _prediction(
+    row: registry.Row, episode: Callable[[str], Episode | None], options: Mapping[str, Any]
+) -> tuple[Callable[[Array | None], Array] | None, bool]:
+    """The theory's total variance, where there is one, and whether it is an over-estimate."""
+    if not row.promise.startswith("unbiased"):
+        return (lambda alpha: jnp.zeros(())), False
+    theory, known = _THEORY.get(row.name, (None, set()))
+    if theory is None or not set(options) <= known or (ep := episode(options["cut"])) is None:
+        return None, False
+    given = jnp.asarray(options["rescale"])[None] if "rescale" in options else None
+    uses_noise = given is None and theory is not _spatial
+
+    @functools.partial(jax.jit, compiler_options=_ONCE)
+    def mean(ep: Episode, alphas: Array) -> Array:
+        return jnp.mean(jax.vmap(lambda alpha: theory(ep, alpha, options))(alphas))
+
+    def predict(alpha: Array | None) -> Array:
+        alphas = alpha if given is None else given
+        return mean(ep, jnp.ones((1, 1)) if alphas is None else alphas)
+
+    return predict, uses_noise

@@ -1,0 +1,7 @@
+"""`python -m streamgrad.lab.cli`."""
+
+import sys
+
+from streamgrad.lab.cli.main import main
+
+sys.exit(main())

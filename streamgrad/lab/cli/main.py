@@ -1,0 +1,104 @@
+"""`streamgrad COMMAND …`: finds the command, and answers errors of the user in one sentence.
+
+To add a command: write `streamgrad/lab/cli/<name>.py` with a dataclass `Options`, whose docstring is the help, and a
+`main(options) -> int | None`, and add its line here.
+"""
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+from streamgrad.lab import interrupts
+from streamgrad.lab.cli.options import UsageError
+
+# Each is imported when it is called, so that `--help` answers at once.
+COMMANDS = {
+    "train": "train any cell with any estimator on any task",
+    "reproduce": "run the paper's experiments and write a report",
+    "report": "write the report of a run anew",
+    "compare": "bias, variance, time and memory of every estimator for a model",
+    "estimators": "list the estimators and what they promise",
+    "data": "fetch or check data sets",
+}
+
+
+def usage() -> str:
+    """The answer to `--help`."""
+    lines = ["usage: streamgrad COMMAND [OPTIONS]", "", "Online gradients of recurrent networks.", "", "commands:"]
+    lines += [f"  {name:12s} {what}" for name, what in COMMANDS.items()]
+    return "\n".join([*lines, "", "`streamgrad COMMAND --help` lists a command's options."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+      argv: its name and options. None for those of the process, which the command then ends.
+
+    Returns:
+      The exit code: 0, or 1 where something failed, 2 where the command line was wrong, 130 after Ctrl-C.
+    """
+    if argv is None:
+        interrupts.run_process(lambda: answer(sys.argv[1:]))
+    with interrupts.handling():
+        return answer(argv)
+
+
+def answer(argv: Sequence[str]) -> int:
+    """Find the command, run it, and say what is wrong; returns the exit code."""
+    name, *rest = [*argv] or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"streamgrad {version('streamgrad')}")
+        return 0
+    if name not in COMMANDS:
+        print(f"streamgrad: there is no command {name!r}; choose from {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    try:
+        with warnings_on_screen():
+            return run_command(name, rest)
+    except (ValueError, OSError, ArithmeticError) as error:  # what a user can mend; the rest keeps its traceback
+        if interrupts.asked():  # what Ctrl-C became on its way
+            return interrupts.say_stopped()
+        print(f"streamgrad {name}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        return interrupts.say_stopped()
+
+
+@contextlib.contextmanager
+def warnings_on_screen() -> Iterator[None]:
+    """Print our own warnings as they are: other libraries may have set up the log for themselves."""
+    log, handler = logging.getLogger("streamgrad"), logging.StreamHandler()
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
+
+
+def run_command(name: str, rest: Sequence[str]) -> int:
+    """Run the command of that name with its options; returns the exit code."""
+    try:
+        import tyro
+    except ImportError:
+        print('streamgrad: the command line needs its extra: pip install "streamgrad[cli]".', file=sys.stderr)
+        return 1
+    # LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    command = importlib.import_module(f"streamgrad.lab.cli.{name}")
+    try:
+        single = (tyro.conf.FlagCreatePairsOff,)  # --json without a --no-json
+        options = tyro.cli(command.Options, prog=f"streamgrad {name}", args=rest, config=single)
+    except SystemExit as stop:  # after --help or a wrong option, which tyro has answered
+        return int(stop.code or 0)
+    return command.main(options) or 0

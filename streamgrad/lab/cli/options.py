@@ -1,0 +1,80 @@
+"""What the commands' options share: choices, NAME=VALUE pairs, and the error of a wrong command line."""
+
+import ast
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+
+class UsageError(ValueError):
+    """The command line is wrong: exit code 2."""
+
+
+@contextlib.contextmanager
+def from_options(**options: str) -> Iterator[None]:
+    """What is wrong with values that came from options alone is wrong with the command line.
+
+    Args:
+      **options: the option that each argument came from, so that the error names what the user has typed.
+
+    Example:
+      >>> with from_options(n_hidden="--hidden"):
+      ...     raise ValueError("n_hidden must be a whole number of at least 1, not 0.")
+      Traceback (most recent call last):
+      ...
+      streamgrad.lab.cli.options.UsageError: --hidden must be a whole number of at least 1, not 0.
+    """
+    try:
+        yield
+    except ValueError as error:
+        # An argument's name stands before "must", or before the value that it has.
+        named = re.sub(r"\b(\w+)(?= must |, \d)", lambda found: options.get(found[0], found[0]), str(error))
+        raise UsageError(named) from error
+
+
+def choose(option: str, value: str, choices: Sequence[str]) -> None:
+    """`value` is one of `choices`."""
+    if value not in choices:
+        raise UsageError(f"{option} must be one of {', '.join(choices)}, not {value!r}.")
+
+
+def pairs(option: str, given: Sequence[str], function: Callable, skip: Sequence[str] = ()) -> dict[str, Any]:
+    """NAME=VALUE pairs as arguments of a function; values are Python's numbers and words, anything else is text.
+
+    Args:
+      option: the option's name, for errors.
+      given: the pairs.
+      function: whose arguments they are.
+      skip: arguments that are not for the user to give.
+
+    Returns:
+      The arguments by name.
+
+    Example:
+      >>> pairs("--example", ["base=16"], int.from_bytes, skip=["bytes"])
+      Traceback (most recent call last):
+      ...
+      streamgrad.lab.cli.options.UsageError: --example has no 'base'; choose from byteorder, signed.
+    """
+    known = [name for name in inspect.signature(function).parameters if name not in skip]
+    found = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"{option} takes pairs NAME=VALUE, not {pair!r}.")
+        if name not in known:
+            listed = f"choose from {', '.join(known)}" if known else "there is none to choose"
+            raise UsageError(f"{option} has no {name!r}; {listed}.")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def check_text(task: str, given: Mapping[str, Any]) -> None:
+    """The task text has been given a file; UsageError if not."""
+    if task == "text" and "path" not in given:
+        raise UsageError("the task text needs a file: --task-options path=FILE.")

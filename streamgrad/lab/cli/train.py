@@ -1,0 +1,196 @@
+"""`streamgrad train`: any cell, estimator, task and optimiser."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from streamgrad.lab import interrupts
+from streamgrad.lab.cli.options import check_text, choose, from_options, pairs
+from streamgrad.lab.tasks import TASKS, find_task, task_function
+
+if TYPE_CHECKING:
+    import optax
+
+    from streamgrad.base import Model
+    from streamgrad.lab.tasks.base import Task
+    from streamgrad.lab.train import Outcome
+
+    TaskName = str
+else:
+    TaskName = Literal[tuple(TASKS)]
+
+Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=VALUE ...]")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Train any cell with any estimator on any task.
+
+    The folder gets metrics.csv and metrics.jsonl as rows come, run.json, and checkpoints. A run that was broken off
+    goes on with the same command and --resume, and ends bit for bit as if it had never been.
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """Where the run is written; a folder of its own."""
+    task: TaskName = "digits"
+    """What to learn."""
+    task_options: Pairs = ()
+    """Options of the task, such as delay=8 for queue, read=pixels for digits, path=FILE for text."""
+    batch_size: int | None = None
+    """Streams at once; the task's own number by default."""
+    length: int | None = None
+    """Steps of a chunk, after each of which the parameters are updated; the task's own number by default."""
+    data: Path | None = None
+    """The data folder, for mnist; by default that of the environment variable STREAMGRAD_DATA."""
+    cell: Literal["lstm", "gru", "vanilla"] = "lstm"
+    """The recurrent network."""
+    hidden: int = 50
+    """Units of each layer."""
+    layers: int = 1
+    """How many cells are stacked."""
+    estimator: str = "uoro"
+    """Where the gradient comes from; `streamgrad estimators` lists them."""
+    estimator_options: Pairs = ()
+    """Options of the estimator, such as groups=10 noise=gaussian for uoro, or window=5 for tbptt."""
+    optimizer: Literal["adam", "rmsprop", "sgd"] = "adam"
+    """From optax."""
+    learning_rate: float = 1e-3
+    """Its step size."""
+    momentum: float = 0.9
+    """Of the optimiser: Adam's first decay, or the momentum of the others."""
+    clip: float | None = None
+    """Scale gradients down whose norm is larger than that."""
+    updates: int = 2000
+    """Of the parameters, in all."""
+    every: int = 10
+    """Updates that are averaged in one row of the metrics."""
+    checkpoint_every: int | None = None
+    """Updates between two checkpoints, a multiple of --every; a kill loses no more. By default about 20 seconds."""
+    checkpoints: bool = True
+    """Whether to write any."""
+    seeds: int = 1
+    """Seeds trained at once."""
+    seed: int = 0
+    """The first of them."""
+    resume: bool = False
+    """Go on from the folder's last checkpoint; with more --updates, a run that has ended goes on too."""
+    json: bool = False
+    """Print the outcome as JSON, for a program to read."""
+
+
+def main(options: Options) -> int:
+    """Train, and say what came of it; a run that has learnt nothing in any seed has failed."""
+    from streamgrad.checks import check_size
+    from streamgrad.engine.online import batched
+    from streamgrad.estimators.registry import REGISTRY
+    from streamgrad.lab.train import Plan, train
+    from streamgrad.lab.train.progress import showing
+
+    choose("--estimator", options.estimator, tuple(REGISTRY))
+    row = REGISTRY[options.estimator]
+    chosen = pairs("--estimator-options", options.estimator_options, row.make, skip=["model"])
+    names = {field.name: f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Options)}
+    names["n_hidden"] = "--hidden"
+    with from_options(**names):
+        sizes = {"batch_size": options.batch_size, "length": options.length}
+        check_size(**{name: size for name, size in sizes.items() if size is not None})
+        plan = Plan(
+            options.updates, options.every, options.checkpoint_every, options.seeds, options.seed, options.checkpoints
+        )
+        optimizer = make_optimizer(options)
+    task = make_task(options)
+    with from_options(**names):
+        model = make_model(options, task)
+        estimator = batched(row.make(model, **{**row.options, **chosen}), task.batch_size)
+    # Where files lie, what is printed, and what the plan says already do not define the run.
+    apart = {"folder", "data", "resume", "json", "updates", "every", "checkpoint_every", "checkpoints", "seeds", "seed"}
+    described = {name: value for name, value in dataclasses.asdict(options).items() if name not in apart}
+    settings = {"resume": options.resume, "describe": described}
+    interrupts.on_stop(lambda: what_is_kept(options))
+    with showing() as progress:
+        outcome = train(options.folder, plan, model, task, estimator, optimizer, progress=progress, **settings)
+    print_outcome(options, outcome)
+    return 1 if all(found or at is not None for found, at in zip(outcome.risen, outcome.stopped, strict=True)) else 0
+
+
+def what_is_kept(options: Options) -> str:
+    """What a run that was stopped has left, and how it goes on."""
+    from streamgrad.lab.train.checkpoint import steps
+    from streamgrad.lab.train.session import CHECKPOINT, RUN
+
+    saved = steps(options.folder / CHECKPOINT)
+    if saved:
+        return f"stopped; the same command with --resume goes on from update {saved[-1]}."
+    if not (options.folder / RUN).exists():
+        return "stopped before the run began."
+    if options.checkpoints:
+        return "stopped before the first update; the same command with --resume begins the run."
+    return "stopped; without checkpoints the run cannot go on."
+
+
+def make_task(options: Options) -> "Task":
+    """The task with its options."""
+    given = pairs(
+        "--task-options", options.task_options, task_function(options.task), skip=["batch_size", "length", "folder"]
+    )
+    if options.task == "mnist":
+        given["folder"] = options.data
+    check_text(options.task, given)
+    sizes = {"batch_size": options.batch_size, "length": options.length}
+    return find_task(options.task, **given, **{name: size for name, size in sizes.items() if size is not None})
+
+
+def make_model(options: Options, task: "Task") -> "Model":
+    """The cell, stacked if need be, and the task's head."""
+    from streamgrad import cells
+    from streamgrad.base import Model
+    from streamgrad.checks import check_size
+
+    check_size(layers=options.layers)
+    make = getattr(cells, options.cell)
+    layers = [make(task.n_in if index == 0 else options.hidden, options.hidden) for index in range(options.layers)]
+    return Model(layers[0] if options.layers == 1 else cells.stack(*layers), task.head)
+
+
+def make_optimizer(options: Options) -> "optax.GradientTransformation":
+    """The optimiser with its options."""
+    import optax
+
+    rate, momentum = options.learning_rate, options.momentum
+    for name, value, good in (
+        ("learning_rate", rate, rate > 0),
+        ("momentum", momentum, 0 <= momentum < 1),
+        ("clip", options.clip, options.clip is None or options.clip > 0),
+    ):
+        if not good:
+            span = "of at least 0 and below 1" if name == "momentum" else "above 0"
+            raise ValueError(f"{name} must be a number {span}, not {value!r}.")
+    made = {
+        "adam": lambda: optax.adam(rate, b1=momentum),
+        "rmsprop": lambda: optax.rmsprop(rate, momentum=momentum or None),
+        "sgd": lambda: optax.sgd(rate, momentum=momentum or None),
+    }[options.optimizer]()
+    return made if options.clip is None else optax.chain(optax.clip_by_global_norm(options.clip), made)
+
+
+def print_outcome(options: Options, outcome: "Outcome") -> None:
+    """The last loss of each seed, and where the files are."""
+    from streamgrad.lab.train import read_metrics
+
+    columns = read_metrics(outcome.folder)
+    seeds: list[dict[str, Any]] = []
+    for index, stopped in enumerate(outcome.stopped):
+        mine = columns["loss"][columns["seed"] == options.seed + index]
+        found = {"stopped": stopped, "rose": outcome.risen[index] is not None}
+        seeds.append({"seed": options.seed + index, **found, "loss": float(mine[-1]) if len(mine) else None})
+    if options.json:
+        print(json.dumps({"folder": str(outcome.folder), "updates": options.updates, "seeds": seeds}))
+        return
+    for seed in seeds:
+        end = "" if seed["stopped"] is None else f" (stopped after {seed['stopped']} updates)"
+        loss = "no loss" if seed["loss"] is None else f"loss {seed['loss']:.4g}"
+        print(f"seed {seed['seed']}: {loss}{end}")
+    print(f"written to {outcome.folder}")

@@ -1,0 +1,213 @@
+"""The page of a training run: what `streamgrad train`, or `streamgrad.lab.train.train`, wrote into a folder."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from streamgrad.lab.experiments.base import Section, Table
+from streamgrad.lab.experiments.records import Record, read_record, show, show_interval
+from streamgrad.lab.report.page import prepare, render
+from streamgrad.lab.report.run import FILE
+
+METRICS = "metrics.csv"
+LAST = 0.1  # of the updates, over which final numbers are averaged
+MANY = 7  # seeds that get a colour each; more are drawn alike
+PANELS = 12  # other columns that are drawn
+
+
+class Training(NamedTuple):
+    """All that is on the page.
+
+    Attributes:
+      folder: the run's.
+      headline: the run in one line.
+      settings: by title, names with their values.
+      sections: figures with their readings.
+    """
+
+    folder: Path
+    headline: str
+    settings: dict[str, dict[str, Any]]
+    sections: list[Section]
+
+    @property
+    def name(self) -> str:
+        """The folder's."""
+        return self.folder.resolve().name
+
+
+def is_training(folder: Path) -> bool:
+    """Whether the folder has a training run, and not one of `streamgrad reproduce`."""
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"describe", "plan"} <= set(found)
+
+
+def collect_training(folder: Path) -> Training:
+    """Read the folder of a training run, finished or not.
+
+    Args:
+      folder: the run's.
+
+    Returns:
+      The content of its page. ValueError, which names the file, where one is missing or corrupt.
+    """
+    run = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    path = folder / METRICS
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: the run has no metrics yet.")
+    try:
+        record = read_record(path)
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path} cannot be read: {error}.") from error
+    if not {"loss", "gradient_norm"} <= set(record.columns):
+        raise ValueError(f"{path} has no numbers in its columns loss and gradient_norm.")
+    settings = {
+        "Settings": run["describe"],
+        "Plan": run["plan"],
+        "Versions": run.get("versions", {}),
+        "Device": run.get("device", {}),
+    }
+    return Training(folder, _headline(run, record), {k: v for k, v in settings.items() if v}, _sections(record))
+
+
+def write_training_report(content: Training) -> Path:
+    """Write the page, `report.html`, and its figures alone.
+
+    Args:
+      content: from `collect_training`.
+
+    Returns:
+      The page's path.
+    """
+    sections = prepare(content.folder, "training", content.sections, set())
+    return render(content.folder, "train.html.j2", sections, content=content)
+
+
+def _headline(run: dict[str, Any], record: Record) -> str:
+    what, plan = run["describe"], run["plan"]
+    names = [what.get(name) for name in ("cell", "estimator", "task")]
+    made = f"{record.update[-1]} of {plan.get('updates', '?')} updates, {_count(len(record.seeds), 'seed')}"
+    if None in names:
+        return f"{made}."
+    cell, estimator, task = names
+    return f"{cell} of {what.get('hidden', '?')} units on the task {task}, by {estimator}: {made}."
+
+
+def _sections(record: Record) -> list[Section]:
+    others = [name for name in record.columns if name not in ("loss", "gradient_norm")]
+    every = f"each point is a mean over {record.update[0]} updates" if record.update[0] > 1 else "one point per update"
+    last = [_last(record, "loss", trial) for trial in range(len(record.seeds))]
+    text = f"Training loss of each seed; {every}."
+    if _width(record) > 1:
+        text += f" The thick line is the median of {_width(record)} points."
+    if len(last) > 1:
+        mean = show_interval(np.array(last))
+        text += f" Over the last tenth of the updates, mean over seeds and its 95% interval: {mean}."
+    found = [
+        Section("Loss", _curves(record, "loss"), text, [], _table(record), [METRICS]),
+        Section(
+            "Gradient norm",
+            _curves(record, "gradient_norm", log=True),
+            "Norm of the gradient that the optimiser saw. Spikes that grow tell of an estimate that is too noisy for "
+            "the learning rate.",
+            [],
+            None,
+            [],
+        ),
+    ]
+    if others:
+        left = len(others) - PANELS
+        text = f"Whatever else was recorded, by column{f'; {left} more are in the file' if left > 0 else ''}."
+        found.append(Section("Other columns", _panels(record, others[:PANELS]), text, [], None, []))
+    return found
+
+
+def _table(record: Record) -> Table:
+    header = ["seed", "updates", "first loss", "loss, last tenth", "lowest loss", "gradient norm, last tenth"]
+    rows = []
+    for trial, seed in enumerate(record.seeds):
+        loss = record["loss"][trial]
+        seen = np.flatnonzero(np.isfinite(loss))
+        if not len(seen):
+            rows.append([str(seed), "0", *["—"] * 4])
+            continue
+        numbers = [loss[seen[0]], _last(record, "loss", trial), loss[seen].min(), _last(record, "gradient_norm", trial)]
+        rows.append([str(seed), str(record.update[seen[-1]]), *(show(float(x)) for x in numbers)])
+    return Table(header, rows)
+
+
+def _last(record: Record, name: str, trial: int) -> float:
+    """The mean over the last tenth of the updates that a trial made."""
+    values = record[name][trial]
+    seen = np.flatnonzero(np.isfinite(values))
+    if not len(seen):
+        return float("nan")
+    end = record.update[seen[-1]]
+    return float(np.mean(values[seen][record.update[seen] > (1 - LAST) * end]))
+
+
+def _curves(record: Record, name: str, log: bool = False) -> Any:
+    from streamgrad.lab.experiments import plots
+
+    fig, axes = plots.figure()
+    ax = axes[0, 0]
+    _draw(ax, record, name, log)
+    ax.set_xlabel("update")
+    ax.set_ylabel(name.replace("_", " "))
+    if len(record.seeds) <= MANY:
+        plots.legend_below(fig, ax, columns=4)
+    return fig
+
+
+def _panels(record: Record, names: list[str]) -> Any:
+    from streamgrad.lab.experiments import plots
+
+    columns = min(2, len(names))
+    fig, axes = plots.figure(-(-len(names) // columns), columns, height=2.3, sharex=True)
+    for ax, name in zip(axes.flat, names, strict=False):
+        _draw(ax, record, name, log=False)
+        ax.set_title(name, fontsize=10.5)
+    for ax in list(axes.flat)[len(names) :]:
+        ax.set_visible(False)
+    for ax in axes[-1]:
+        ax.set_xlabel("update")
+    return fig
+
+
+def _draw(ax: Any, record: Record, name: str, log: bool) -> None:
+    """A curve for each seed: all points faintly, and their running median where there are many."""
+    from streamgrad.lab.experiments import plots
+    from streamgrad.lab.experiments.records import median_filter
+
+    values = record[name]
+    width = _width(record)
+    smooth = median_filter(values, width) if width > 1 else None
+    for trial, seed in enumerate(record.seeds):
+        colour = plots.COLOURS[(trial + 1) % len(plots.COLOURS)] if len(record.seeds) <= MANY else plots.COLOURS[1]
+        label = f"seed {seed}"
+        if smooth is None:
+            ax.plot(record.update, values[trial], color=colour, linewidth=1.6, label=label)
+        else:
+            ax.plot(record.update, values[trial], color=colour, linewidth=0.7, alpha=0.35)
+            ax.plot(record.update, smooth[trial], color=colour, linewidth=1.8, label=label)
+    if log and np.nanmax(np.where(values > 0, values, np.nan), initial=0.0) > 0:
+        ax.set_yscale("log")
+        for axis_format in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+            axis_format(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
+
+
+def _width(record: Record) -> int:
+    """Points that a running median is taken over; 1 where there are too few to need one."""
+    from streamgrad.lab.experiments import plots
+
+    width = plots.filter_width(record, 0.05)
+    return width if width >= 5 else 1
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,67 @@
+"""A stream of characters from a text file: predict the next one."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from streamgrad import heads
+from streamgrad._typing import Array, Int
+from streamgrad.base import Chunk
+from streamgrad.checks import check_size
+from streamgrad.lab.tasks.base import Task
+
+
+def text(path: str | Path, batch_size: int = 50, length: int = 10) -> Task:
+    """Characters of a text, one-hot; the target is the next character.
+
+    Args:
+      path: a file in UTF-8. Its vocabulary is the set of characters in it, in the order of their code points.
+      batch_size: B, streams at once. They begin at equal distances in the text, from a place that is drawn at random.
+      length: T, steps of a chunk. Streams go on across chunks; at the end of the text they begin it anew, with a reset.
+
+    Returns:
+      The task.
+
+    Example:
+      >>> import pathlib, tempfile, jax
+      >>> path = pathlib.Path(tempfile.mkdtemp()) / "text.txt"
+      >>> _ = path.write_text("to be or not to be")
+      >>> task = text(path, batch_size=1, length=5)
+      >>> task.n_in  # b, e, n, o, r, t and the space
+      7
+    """
+    check_size(batch_size=batch_size, length=length)
+    vocabulary, codes = read_text(Path(str(path)))
+    size, places = len(vocabulary), len(codes) - 1  # the last character has no next one
+    data = jnp.asarray(codes, jnp.int32)
+
+    def init(key: Array) -> Int[Array, " B"]:
+        begin = jax.random.randint(key, (), 0, places, jnp.int32)
+        apart = np.arange(batch_size, dtype=np.int64) * places // batch_size
+        return (begin + jnp.asarray(apart, jnp.int32)) % places
+
+    def sample(data: Array, state: Array, key: Array) -> tuple[Chunk, Array]:
+        del key
+        at = (state[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]) % places
+        inputs = jax.nn.one_hot(data[at], size, dtype=float)
+        return Chunk(inputs, data[at + 1], at == 0), (state + length) % places
+
+    return Task("text", size, heads.softmax(size), batch_size, length, False, data, init, sample)
+
+
+def read_text(path: Path) -> tuple[str, np.ndarray]:
+    """The vocabulary of a file, and its characters as numbers."""
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"the text {path} cannot be read, {error.strerror}: name a file with text in UTF-8."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8, at byte {error.start}: convert it first.") from error
+    vocabulary, codes = np.unique(np.array(list(content), dtype=str), return_inverse=True)
+    if len(vocabulary) < 2:
+        raise ValueError(f"the text {path} needs at least two different characters, and has {len(vocabulary)}.")
+    return "".join(vocabulary), codes

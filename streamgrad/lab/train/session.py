@@ -1,0 +1,314 @@
+"""A whole training run: several seeds at once, with its files, its checkpoints, and its end."""
+
+import dataclasses
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from streamgrad._typing import PyTree
+from streamgrad.base import GradientEstimator, Model
+from streamgrad.checks import check_size
+from streamgrad.lab import interrupts
+from streamgrad.lab.files import check_room, differences, plain, replace_text
+from streamgrad.lab.tasks.base import Task
+from streamgrad.lab.train import metrics
+from streamgrad.lab.train.checkpoint import KEPT, REMEDY, Checkpoints
+from streamgrad.lab.train.loop import Averages, Rows, Summary, TrainState, begin, calls, no_summary, training_step
+from streamgrad.lab.train.progress import COMPILING
+
+Progress = Callable[[int, int, str], None]  # progress(updates made, of how many, a few words)
+
+RUN, CHECKPOINT = "run.json", "checkpoint"
+CALL_SECONDS = 1.0  # how often rows are written and progress is shown, and how long a Ctrl-C may have to wait
+CHECKPOINT_SECONDS = 20.0
+RISE = 2.0  # a loss that ends above so many times that of the first update, which is chance, has exploded
+_log = logging.getLogger("streamgrad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How long to train, and what to write down.
+
+    Attributes:
+      updates: of the parameters, in all.
+      every: how many updates are averaged in one row of the metrics.
+      checkpoint_every: how many are made between two checkpoints, a multiple of `every`; a kill loses no more. None for
+        one about every 20 seconds. It changes no number.
+      seeds: how many are trained at once.
+      seed: the first of them; the others follow it.
+      checkpoints: whether to write any. Without them a run cannot be resumed, and orbax is not needed.
+    """
+
+    updates: int
+    every: int = 1
+    checkpoint_every: int | None = None
+    seeds: int = 1
+    seed: int = 0
+    checkpoints: bool = True
+
+    def __post_init__(self) -> None:
+        named = {name: getattr(self, name) for name in ("updates", "every", "checkpoint_every", "seeds")}
+        sizes = {name: size for name, size in named.items() if size is not None}
+        check_size(**sizes)
+        check_size(least=0, seed=self.seed)
+        for name in ("updates", "checkpoint_every"):
+            if sizes.get(name, 0) % self.every:
+                raise ValueError(f"{name} must be a multiple of every, {self.every}, not {sizes[name]}.")
+
+
+class Outcome(NamedTuple):
+    """What a run has come to.
+
+    Attributes:
+      state: with a leading axis for seeds; that of a seed that stopped is its last good one.
+      stopped: for each seed None, or the number of updates it made before the one that was not finite.
+      folder: where its files are.
+      risen: for each seed None, or a sentence that says how far its loss rose, see `RISE`.
+    """
+
+    state: TrainState
+    stopped: list[int | None]
+    folder: Path
+    risen: list[str | None]
+
+
+class Diverged(ArithmeticError):
+    """Every seed has stopped; `outcome` has the last good states."""
+
+    def __init__(self, message: str, outcome: Outcome):
+        super().__init__(message)
+        self.outcome = outcome
+
+
+def train(
+    folder: Path | str,
+    plan: Plan,
+    model: Model,
+    task: Task,
+    estimator: GradientEstimator,
+    optimizer: optax.GradientTransformation,
+    *,
+    summarise: Summary = no_summary,
+    progress: Progress | None = None,
+    resume: bool = False,
+    describe: Mapping[str, Any] | None = None,
+) -> Outcome:
+    """Train several seeds at once, and write `metrics.csv`, `metrics.jsonl`, `run.json` and checkpoints as they come.
+
+    Args:
+      folder: of this run alone.
+      plan: how long, how many seeds, how often to write.
+      model: the model.
+      task: where its chunks come from.
+      estimator: for all streams of the task, see `streamgrad.batched`.
+      optimizer: from optax; it sees the gradient of the mean loss of a step.
+      summarise: `summarise(chunk, info, grads)`, what to record beside `loss` and `gradient_norm`: a dictionary of
+        arrays. Those with axes are spread over columns `name_0`, `name_1`, ….
+      progress: `progress(updates made, of how many, a few words)`, called before the program is compiled, then every
+        second or so. If it raises KeyboardInterrupt, what has been made is saved first.
+      resume: go on from the newest checkpoint; the run is then, bit for bit, the one that was never broken off. A
+        folder without a run begins one; a run that has ended is returned as it is. `updates` may be more than before.
+      describe: what else defines the run, such as the command's options; it is written to `run.json`, and a resumed run
+        must be described the same.
+
+    Returns:
+      The outcome. A seed whose loss, gradient or parameters are not finite stops at its last good state, with a warning
+      on the log "streamgrad"; if all do, `Diverged` is raised. A loss that ends far above its beginning is a warning.
+
+    Example:
+      >>> import tempfile, optax, streamgrad as sg
+      >>> from streamgrad.lab.train import Plan, train, read_metrics
+      >>> from streamgrad.lab.tasks import find_task
+      >>> task = find_task("queue", delay=2, batch_size=4, length=3)
+      >>> model = sg.Model(sg.cells.vanilla(task.n_in, 5), task.head)
+      >>> est = sg.batched(sg.uoro(model), task.batch_size)
+      >>> folder = tempfile.mkdtemp()
+      >>> plan = Plan(updates=4, every=2, seeds=2, checkpoints=False)
+      >>> outcome = train(folder, plan, model, task, est, optax.sgd(0.1))
+      >>> [int(update) for update in read_metrics(folder)["update"]]
+      [2, 2, 4, 4]
+    """
+    folder = Path(folder)
+    template = _template(plan, model, task, estimator, optimizer)
+    check_room(folder, _size(plan, template))
+    found = any((folder / name).exists() for name in (RUN, metrics.CSV, CHECKPOINT))
+    if found and not resume:
+        raise ValueError(f"the folder {folder} has a run already: choose another, or resume it.")
+    if found and not plan.checkpoints:
+        raise ValueError(f"the run in {folder} cannot be resumed without checkpoints; remove the folder to begin anew.")
+    described = plain({"describe": dict(describe or {}), "plan": dataclasses.asdict(plan)})
+    if found:
+        _check_same(folder, described)
+    checkpoints = Checkpoints(folder / CHECKPOINT) if plan.checkpoints else None
+    saved = checkpoints.newest() if checkpoints else None
+    if checkpoints and saved is not None:
+        done, ts = saved[0], checkpoints.fit(*saved, template)
+    elif found and metrics.has_rows(folder):
+        raise ValueError(f"{folder} has rows of a run, but its checkpoint {folder / CHECKPOINT} is gone: {REMEDY}.")
+    else:
+        done, ts = 0, _begin(plan, model, task, estimator, optimizer)
+    metrics.cut(folder, _rows_until(plan, done, np.asarray(ts.stopped)))
+    replace_text(folder / RUN, json.dumps(described | {"versions": _versions(), "device": _device()}, indent=2) + "\n")
+    if checkpoints and saved is None:  # before the first row, so that rows without a checkpoint mean that it was lost
+        checkpoints.save(0, ts)
+    if done < plan.updates and np.any(np.asarray(ts.stopped) < 0):
+        if progress:
+            progress(done, plan.updates, COMPILING)
+        until = plan.checkpoint_every or plan.updates
+        step = training_step(task, estimator, optimizer, summarise)
+        made = calls(step, task.data, ts, plan.updates, until, plan.every, CALL_SECONDS)
+        with metrics.Writer(folder, range(plan.seed, plan.seed + plan.seeds)) as writer:
+            ts = _go_on(plan, done, ts, made, writer, checkpoints, progress)
+    return _end(plan, ts, folder)
+
+
+def _go_on(
+    plan: Plan,
+    done: int,
+    ts: TrainState,
+    made: Iterator[tuple[TrainState, Rows]],
+    writer: metrics.Writer,
+    checkpoints: Checkpoints | None,
+    progress: Progress | None,
+) -> TrainState:
+    """What happens between two calls of the loop. Rows come first: those past a checkpoint can be cut."""
+    known, averages, words = np.asarray(ts.stopped), Averages(plan.every), ""
+    written = saved = (done, ts)  # at the end of a row, where alone a run can go on
+    due = time.monotonic() + CHECKPOINT_SECONDS
+
+    def save() -> None:
+        nonlocal saved, due
+        if checkpoints and saved[0] != written[0]:
+            checkpoints.save(*written)
+        saved, due = written, time.monotonic() + CHECKPOINT_SECONDS
+
+    try:
+        while done < plan.updates and (np.any(known < 0) or done % plan.every):
+            with interrupts.hold():
+                ts, found = next(made)
+                rows, done = averages.add(found), int(found["update"][0, -1])
+                whole = rows["update"].shape[1] > 0
+                if whole:
+                    writer.write(rows)
+                if done % plan.every == 0:
+                    written = (done, ts)
+                if time.monotonic() >= due if plan.checkpoint_every is None else done % plan.checkpoint_every == 0:
+                    save()
+                stopped = found["stopped"][:, -1]
+                for index in np.flatnonzero((stopped >= 0) & (known < 0)):
+                    _log.warning("%s", _stop_message(plan.seed + int(index), int(stopped[index])))
+                known = stopped
+                words = _words(rows if whole else found) if whole or not words else words
+            if progress:
+                progress(done, plan.updates, words)
+    except KeyboardInterrupt:
+        with interrupts.hold():
+            save()
+        raise
+    save()
+    return written[1]
+
+
+def _rows_until(plan: Plan, done: int, stopped: np.ndarray) -> list[tuple[int, int]]:
+    """The update and seed of each row that a run has written when it has made so many updates."""
+    ends = [(plan.seed + index, done if at < 0 else at) for index, at in enumerate(stopped)]
+    return [(update, seed) for update in range(plan.every, done + 1, plan.every) for seed, end in ends if update <= end]
+
+
+def _end(plan: Plan, ts: TrainState, folder: Path) -> Outcome:
+    stopped = [int(at) if at >= 0 else None for at in np.asarray(ts.stopped)]
+    columns = metrics.read(folder) if None in stopped else {}  # where all have stopped there may be no row
+    first = np.asarray(ts.first_loss)
+    risen = [None if at is not None else _rise(columns, plan.seed + i, float(first[i])) for i, at in enumerate(stopped)]
+    for sentence in filter(None, risen):
+        _log.warning("%s", sentence)
+    outcome = Outcome(ts, stopped, folder, risen)
+    each = [_stop_message(plan.seed + index, at) for index, at in enumerate(stopped) if at is not None]
+    if len(each) == plan.seeds:
+        raise Diverged(f"every seed has stopped: {'; '.join(each)}.", outcome)
+    return outcome
+
+
+def _rise(columns: Mapping[str, np.ndarray], seed: int, first: float) -> str | None:
+    """How far a seed's loss rose, in words, if it ended at more than `RISE` times that of the first update."""
+    loss = columns["loss"][columns["seed"] == seed]
+    last = np.mean(loss[-max(1, len(loss) // 10) :])  # single rows are noisy
+    if not last > RISE * abs(first):
+        return None
+    return f"seed {seed} has learnt nothing: its loss rose from {first:.4g} to {last:.4g}; try a lower learning rate"
+
+
+def _stop_message(seed: int, made: int) -> str:
+    return f"seed {seed} stopped at update {made + 1}, where its loss, gradient or parameters were not finite"
+
+
+def _words(rows: Mapping[str, np.ndarray]) -> str:
+    going = rows["stopped"][:, -1] < 0
+    if not going.any():
+        return "all seeds have stopped"
+    loss = f"loss {np.mean(rows['loss'][going, -1]):.4g}"
+    return loss if going.all() else f"{loss}, {np.sum(~going)} of {len(going)} seeds stopped"
+
+
+def _seeds(plan: Plan) -> jax.Array:
+    return jnp.arange(plan.seed, plan.seed + plan.seeds, dtype=jnp.uint32)
+
+
+def _begin_all(model: Model, task: Task, estimator: Any, optimizer: Any) -> Callable[[jax.Array], TrainState]:
+    return jax.vmap(lambda seed: begin(model, task, estimator, optimizer, jax.random.key(seed)))
+
+
+def _begin(plan: Plan, *parts: Any) -> TrainState:
+    """By way of the host, as a restored state comes, so that no weak type makes the two trace differently."""
+    return jax.tree.map(jnp.asarray, jax.device_get(jax.jit(_begin_all(*parts))(_seeds(plan))))
+
+
+def _template(plan: Plan, *parts: Any) -> PyTree:
+    return jax.eval_shape(_begin_all(*parts), jax.eval_shape(lambda: _seeds(plan)))
+
+
+def _size(plan: Plan, template: PyTree) -> int:
+    """Bytes that the run may write: checkpoints, of which the oldest goes after the new one has come, and rows."""
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(template))
+    rows = plan.updates // plan.every * plan.seeds * 2048
+    return ((KEPT + 1) * state if plan.checkpoints else 0) + rows + (1 << 16)
+
+
+def _check_same(folder: Path, described: Mapping[str, Any]) -> None:
+    try:
+        before = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        before = {name: before[name] for name in described}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / RUN} cannot be read, so that this run cannot be resumed: {error}.") from error
+    # A run may be made longer; how often it is saved changes no number.
+    before["plan"]["checkpoint_every"] = described["plan"]["checkpoint_every"]
+    old, new = before["plan"].get("updates"), described["plan"]["updates"]
+    if isinstance(old, int) and old <= new:
+        before["plan"]["updates"] = new
+    different = [words for part in described for words in differences(before[part], described[part])]
+    if different:
+        raise ValueError(f"the run in {folder} was begun with another configuration: {'; '.join(different)}.")
+
+
+def _versions() -> dict[str, str]:
+    import streamgrad
+
+    packages = {module.__name__: module.__version__ for module in (streamgrad, jax, np, optax)}
+    return {"python": platform.python_version(), **packages}
+
+
+def _device() -> dict[str, Any]:
+    device = jax.devices()[0]
+    kind = device.device_kind if device.platform != "cpu" else platform.processor() or platform.machine()
+    x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+    return {"platform": device.platform, "kind": kind, "cores": os.cpu_count(), "float64": x64}

@@ -1,0 +1,106 @@
+"""Groups of preactivations, each a UORO of its own for the rows of the weights that feed it.
+
+A group has its own tangent and its own rescaling, and as cotangent its rows of w̃. The rows tile the weights, so that G
+groups need no more cotangent memory than one. Cross terms between groups vanish, and the variances add. One group is
+UORO; as many groups as preactivations are PreUORO.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from streamgrad._typing import Array, Float, PyTree
+from streamgrad.checks import check_size, is_traced
+from streamgrad.step.cuts import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """A partition of the N entries of z.
+
+    Attributes:
+      count: G.
+      index: to which group each entry of the ravelled z belongs, `[N]`.
+      rows: how many preactivations each weight matrix has, in the order of the ravelled z.
+    """
+
+    count: int
+    index: np.ndarray
+    rows: tuple[int, ...]
+
+    def split(self, dz: Float[Array, " N"]) -> Float[Array, "G N"]:
+        """One vector for each group, zero outside it."""
+        if self.count == 1:
+            return dz[None]
+        return jnp.where(self.index == np.arange(self.count)[:, None], dz[None], 0)
+
+    def by_matrix(self, rows: Any) -> list[Any]:
+        """An array over all preactivations, its last axis, in one part for each weight matrix."""
+        split = np.split if isinstance(rows, np.ndarray) else jnp.split
+        return split(rows, np.cumsum(self.rows)[:-1], axis=-1)
+
+    def of_matrix(self) -> list[np.ndarray]:
+        """The groups that each weight matrix has rows of."""
+        return [np.unique(part) for part in self.by_matrix(self.index)]
+
+    def scale(self, cotangent: PyTree, by: Float[Array, " G"]) -> PyTree:
+        """Multiply each group's rows of a cotangent by its own number."""
+        if self.count == 1:
+            return jax.tree.map(lambda leaf: by[0] * leaf, cotangent)
+        leaves, structure = jax.tree.flatten(cotangent)
+        scaled = [row[:, None] * leaf for row, leaf in zip(self.by_matrix(by[self.index]), leaves, strict=True)]
+        return jax.tree.unflatten(structure, scaled)
+
+    def square_norms(self, cotangent: PyTree) -> Float[Array, " G"]:
+        """The squared norm of each group's rows of a cotangent."""
+        leaves = jax.tree.leaves(cotangent)
+        if self.count == 1:
+            return jnp.reshape(sum(jnp.sum(leaf**2) for leaf in leaves), (1,))
+        by_row = jnp.concatenate([jnp.sum(leaf**2, axis=1) for leaf in leaves])
+        return jnp.zeros(self.count, by_row.dtype).at[self.index].add(by_row)
+
+
+def make_groups(layout: Layout, cut: str, count: Any, q0: Any = None) -> Groups:
+    """Split the N entries of z into `count` blocks of the same size.
+
+    With several weight matrices no group spans two of them: a block that does is split where one ends. That keeps
+    J J^T a multiple of the identity inside a group, which the theory of Sections 7.1 and 7.2 asks for. The exception
+    is one group with a full `q0` that mixes the preactivations of two matrices: then it is one group of all of them.
+
+    Args:
+      layout: the sizes at the cut.
+      cut: its name; only preactivations can be grouped.
+      count: a divisor of N.
+      q0: None, a diagonal `[N]`, or a matrix `[N, N]` that must not mix two groups.
+
+    Returns:
+      The groups.
+
+    Example:
+      >>> from streamgrad.step.cuts import Layout
+      >>> make_groups(Layout(size=8, state_size=2, rows=(2, 2, 4)), "preactivation", 2).index.tolist()
+      [0, 0, 1, 1, 2, 2, 2, 2]
+    """
+    check_size(groups=count)
+    if count > 1 and cut != "preactivation":
+        raise ValueError(f"groups need the cut 'preactivation': at {cut!r} there is one group, not {count}.")
+    if layout.size % count:
+        divisors = [n for n in range(1, layout.size + 1) if layout.size % n == 0]
+        raise ValueError(
+            f"groups must divide the {layout.size} preactivations into blocks of the same size: "
+            f"choose one of {', '.join(map(str, divisors))}, not {count}."
+        )
+    block = np.arange(layout.size) // (layout.size // count)
+    matrix = np.repeat(np.arange(len(layout.rows)), layout.rows)
+    index = np.unique(np.stack([block, matrix]), axis=1, return_inverse=True)[1].reshape(-1)
+    if q0 is not None and np.ndim(q0) == 2:
+        across = index[:, None] != index[None, :]
+        mixes = bool(np.any(across)) and (is_traced(q0) or bool(np.any(np.asarray(q0)[across] != 0)))
+        if mixes and count == 1:
+            index = np.zeros(layout.size, int)
+        elif mixes and not is_traced(q0):
+            raise ValueError("q0 must not mix two groups: its entries between groups must be zero.")
+    return Groups(int(index.max()) + 1, index, layout.rows)

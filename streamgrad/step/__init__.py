@@ -1,0 +1,1 @@
+"""One transition of the network, linearised: where it is cut, and how weights, rows and features correspond."""
