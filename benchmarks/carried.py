@@ -3,7 +3,7 @@
     python -m benchmarks.carried              # LSTM of 50 and 256, 50 streams, minutes on 2 cores
     python -m benchmarks.carried --sizes 50 256 1024
 
-One stream in 50 is watched, and Q_0 and α are solved anew every 10 windows. A call is ten updates, so that each holds
+One stream in 50 is watched, and Q_0 and α are solved for every 10 windows. A call is ten updates, so that each holds
 one solution; programs take turns. Writes `benchmarks/results/carried_<device>.csv`.
 """
 
@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 import streamgrad as sg
 from benchmarks.timing import Program, make_problem, prepare, take_turns
-from streamgrad.estimators import carried
 
 UPDATES = 10
 
@@ -32,11 +31,11 @@ def settings(model: sg.Model, length: int) -> dict[str, sg.GradientEstimator]:
         "bptt": sg.bptt(model),
         "uoro": sg.uoro(model),
         "uoro, no rescaling": sg.uoro(model, rescale="none"),
-        "carried, episodes": sg.uoro(model, carry=carried(episode=length)),
-        "carried, episodes, diagonal": sg.uoro(model, carry=carried(episode=length, q0="diagonal")),
-        "carried, streams": sg.uoro(model, carry=carried(window=length)),
-        "carried, streams, full": sg.uoro(model, carry=carried(window=length, q0="full")),
-        "carried, streams, 4 windows": sg.uoro(model, carry=carried(window=4 * length)),
+        "carried, episodes": sg.carried(sg.uoro(model), episode=length),
+        "carried, episodes, diagonal": sg.carried(sg.uoro(model), episode=length, q0="diagonal"),
+        "carried, streams": sg.carried(sg.uoro(model), window=length),
+        "carried, streams, full": sg.carried(sg.uoro(model), window=length, q0="full"),
+        "carried, streams, 4 windows": sg.carried(sg.uoro(model), window=4 * length),
     }
 
 

@@ -29,7 +29,6 @@ import numpy as np
 import optax
 
 import streamgrad as sg
-from streamgrad.estimators import carried
 from streamgrad.lab.tasks import find_task
 from streamgrad.lab.tasks.base import Task
 
@@ -37,8 +36,8 @@ CELLS = {"lstm": sg.cells.lstm, "gru": sg.cells.gru, "vanilla": sg.cells.vanilla
 STREAMS = 16
 SETTINGS: dict[str, Callable[[sg.Model, int], sg.GradientEstimator]] = {
     "uoro": lambda model, groups: sg.uoro(model, groups=groups),
-    "carry": lambda model, groups: sg.uoro(model, groups=groups, carry=True),
-    "carry, full": lambda model, groups: sg.uoro(model, groups=groups, carry=carried(q0="full")),
+    "carry": lambda model, groups: sg.carried(sg.uoro(model, groups=groups)),
+    "carry, full": lambda model, groups: sg.carried(sg.uoro(model, groups=groups), q0="full"),
 }
 
 

@@ -7,8 +7,9 @@ grads, state, info = est.update(params, state, chunk, key)
 Tasks, training, experiments, the report and the command line are in `streamgrad.lab`, which nothing here imports.
 """
 
-from streamgrad import cells, estimators, heads
+from streamgrad import cells, estimators, heads, noise
 from streamgrad import theory as variance
+from streamgrad.adapt.carried import carried
 from streamgrad.base import (
     Cell,
     Chunk,
@@ -21,8 +22,10 @@ from streamgrad.base import (
     Model,
     Params,
 )
-from streamgrad.engine.online import batched, online
+from streamgrad.engine.stepwise import online
+from streamgrad.engine.streams import batched
 from streamgrad.estimators import bptt, nobacktrack, preuoro, reinforce, rtrl, spatial_rtrl, tbptt, uoro
+from streamgrad.noise.settings import with_noise
 from streamgrad.step import cuts
 
 __version__ = "0.1.0"
@@ -40,11 +43,13 @@ __all__ = [
     "Params",
     "batched",
     "bptt",
+    "carried",
     "cells",
     "cuts",
     "estimators",
     "heads",
     "nobacktrack",
+    "noise",
     "online",
     "preuoro",
     "reinforce",
@@ -53,4 +58,5 @@ __all__ = [
     "tbptt",
     "uoro",
     "variance",
+    "with_noise",
 ]

@@ -2,7 +2,7 @@
 
 Two levels. A training loop knows only `GradientEstimator(init, update)`. Under it, the forward-mode estimators are an
 `Influence(init, advance, contract)`: a representation of dh_t/dθ that one step of the network advances and that the
-gradient of a loss contracts. `streamgrad.engine.online` turns the second into the first.
+gradient of a loss contracts. `streamgrad.online` turns the second into the first.
 
 All of it is written for one stream; `streamgrad.batched` adds the batch axis from outside.
 """
@@ -68,20 +68,18 @@ class EstimatorState(NamedTuple):
     shared: PyTree
 
 
-class GradientEstimator(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class GradientEstimator:
     """The whole contract with a training loop.
 
     Attributes:
       init: `init(params) -> state`, the state at the beginning of a stream.
       update: `update(params, state, chunk, key) -> (grads, state, info)`. `grads` is like `params`: the gradient of
         the chunk's loss, summed over time. `key` is always passed, and ignored by those that need none.
-      streams: `update` for a batch of streams with one key each, where an estimator knows a faster way to the mean of
-        their gradients than taking it; `streamgrad.batched` uses it. None if it does not.
     """
 
     init: Callable[[Params], EstimatorState]
     update: Callable[[Params, EstimatorState, Chunk, Any], tuple[Params, EstimatorState, Info]]
-    streams: Callable[[Params, EstimatorState, Chunk, Any], tuple[Params, EstimatorState, Info]] | None = None
 
 
 class Cut(NamedTuple):

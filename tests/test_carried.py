@@ -9,24 +9,25 @@ import pytest
 
 import streamgrad as sg
 from streamgrad.adapt.averages import Averages
-from streamgrad.estimators import carried
 from streamgrad.noise.shaping import Shaping
 from tests.tools import all_signs, bptt, error, make_chunk, make_model, make_params, random_alpha, random_q0, split
 
 LENGTH = 4
+# Options of `uoro`, and of `carried` around it.
 OPTIONS = {
-    "episode": {"carry": carried(episode=LENGTH, least=2, refresh=2, decay=0.9)},
-    "stream": {"carry": carried(window=6, least=2, refresh=1)},
-    "groups": {"carry": carried(window=3, least=2), "groups": 2, "form": "plain"},
-    "full": {"carry": carried(window=6, least=2, q0="full")},
-    "gir": {"carry": carried(episode=LENGTH, least=2, alpha="gir")},
+    "episode": ({}, {"episode": LENGTH, "least": 2, "refresh": 2, "decay": 0.9}),
+    "stream": ({}, {"window": 6, "least": 2, "refresh": 1}),
+    "groups": ({"groups": 2, "form": "plain"}, {"window": 3, "least": 2}),
+    "full": ({}, {"window": 6, "least": 2, "q0": "full"}),
+    "gir": ({}, {"episode": LENGTH, "least": 2, "alpha": "gir"}),
 }
 
 
 @functools.cache
 def made(name, noise="given"):
     model = make_model("vanilla")
-    return model, make_params(model), sg.uoro(model, noise=noise, **OPTIONS[name])
+    options, choice = OPTIONS[name]
+    return model, make_params(model), sg.carried(sg.uoro(model, noise=noise, **options), **choice)
 
 
 def frozen(state, groups=1, diagonal=False, ready=True):
@@ -45,7 +46,7 @@ def frozen(state, groups=1, diagonal=False, ready=True):
 def test_unbiased_with_frozen_statistics(name):
     """All sign patterns over two chunks; before the second Q_0 and α change, and GIR takes over in between."""
     model, params, est = made(name)
-    groups, diagonal = OPTIONS[name].get("groups", 1), name in ("stream", "groups")
+    groups, diagonal = OPTIONS[name][0].get("groups", 1), name in ("stream", "groups")
     chunks = list(split(make_chunk(model, LENGTH), (2, 2)))
     begin = frozen(est.init(params), groups, diagonal)
     other = jax.tree.map(lambda x: 1.7 * x if jnp.issubdtype(x.dtype, jnp.floating) else x, begin.shared)
@@ -82,8 +83,6 @@ def test_q_does_not_depend_on_the_noise_of_its_window(name):
     update, state = est.update, est.init(params)
     reset = (0,) if name in ("episode", "gir") else None
     chunk = streams(make_chunk(model, LENGTH, reset=reset))
-    buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
-    assert len(set(buffers)) == len(buffers)  # so that they may be donated
     structure, shapes = jax.tree.structure(state), jax.tree.map(lambda x: (x.shape, x.dtype), state)
     for i in range(8):
         _, state, info = update(params, state, chunk, jax.random.key(i))
@@ -185,8 +184,8 @@ def test_a_live_stream_stays_balanced(cell, groups):
     bits = jax.random.bernoulli(jax.random.key(1), 0.5, (2, 3000, 1))
     stream = sg.Chunk(bits.astype(jnp.float32), jnp.roll(bits, 3, axis=1))
 
-    def run(**options):
-        est = sg.batched(sg.uoro(model, groups=groups, **options), 2)
+    def run(wrap):
+        est = sg.batched(wrap(sg.uoro(model, groups=groups)), 2)
 
         def update(state, now):
             t, key = now
@@ -199,7 +198,8 @@ def test_a_live_stream_stays_balanced(cell, groups):
         steps = (jnp.arange(3000), jax.random.split(jax.random.key(2), 3000))
         return jax.lax.scan(update, est.init(params), steps)[1]
 
-    plain, (tangent, gradient, used) = run(), run(carry=carried(window=32, least=4))
+    plain = run(lambda est: est)
+    tangent, gradient, used = run(lambda est: sg.carried(est, window=32, least=4))
     late = slice(1000, None)
     assert np.all(np.asarray(used[late]) == 1)
     assert float(tangent[late].max()) < 10 * float(plain[0][late].max())
@@ -224,9 +224,9 @@ def test_short_chunks_are_gathered_into_the_same_window():
 
 def test_preuoro():
     """α alone, one for each weight matrix; unbiased with it, in float32, under scan."""
-    model, carry = make_model("gru"), carried(episode=LENGTH, least=2, refresh=1)
+    model, choice = make_model("gru"), {"episode": LENGTH, "least": 2, "refresh": 1}
     params, chunk = make_params(model), make_chunk(model, LENGTH, reset=(0,))
-    est = sg.preuoro(model, noise="given", carry=carry)
+    est = sg.carried(sg.preuoro(model, noise="given"), **choice)
     begin = est.init(params)
     alpha = jnp.asarray(random_alpha(*begin.shared.alpha.shape))
     state = begin._replace(shared=begin.shared._replace(alpha=alpha, ready=jnp.array(True)))
@@ -237,7 +237,7 @@ def test_preuoro():
 
     small = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (params, chunk._replace(reset=None)))
     small_chunk = small[1]._replace(reset=chunk.reset)
-    est = sg.preuoro(model, carry=carry)
+    est = sg.carried(sg.preuoro(model), **choice)
     start = est.init(small[0])
     state, used = jax.lax.scan(
         lambda state, key: (lambda out: (out[1], out[2].diagnostics["carried"][0]))(
@@ -253,8 +253,8 @@ def test_preuoro():
 def test_appendix_f():
     model = make_model("vanilla")
     params, chunk = make_params(model), make_chunk(model, LENGTH, reset=(0,))
-    carry = carried(episode=LENGTH, least=2, refresh=1, alpha="greedy", statistics="appendix_f")
-    est = sg.uoro(model, carry=carry)
+    choice = {"episode": LENGTH, "least": 2, "refresh": 1, "alpha": "greedy", "statistics": "appendix_f"}
+    est = sg.carried(sg.uoro(model), **choice)
     update, state = est.update, est.init(params)
     for i in range(4):
         grads, state, info = update(params, state, chunk, jax.random.key(i))
@@ -265,20 +265,24 @@ def test_appendix_f():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda m: sg.uoro(m, carry=1), "carry must be True"),
-        (lambda m: sg.uoro(m, carry=True, cut="state"), "cut 'preactivation'"),
-        (lambda m: sg.uoro(m, carry=True, rescale="none"), "by itself"),
-        (lambda m: sg.uoro(m, carry=True, q0=np.eye(2)), "by itself"),
-        (lambda m: sg.preuoro(m, carry=True), "alpha alone, for episodes"),
-        (lambda m: sg.preuoro(m, carry=carried(episode=4, alpha="gir")), "alpha alone"),
-        (lambda m: carried(alpha="optimal"), "each position in an episode"),
-        (lambda m: carried(decay=1.0), "decay must be"),
-        (lambda m: carried(damping=-1.0), "damping must be"),
-        (lambda m: carried(window=1), "window must be"),
-        (lambda m: carried(episode=0), "episode must be"),
-        (lambda m: carried(q0="half"), "q0 must be one of"),
-        (lambda m: carried(statistics="appendix_f"), "whole episodes"),
-        (lambda m: carried(q0="none", alpha="gir"), "nothing to carry over"),
+        (lambda m: sg.carried(m), "GradientEstimator"),
+        (lambda m: sg.carried(sg.rtrl(m)), "carried needs uoro"),
+        (lambda m: sg.carried(sg.batched(sg.uoro(m), 2)), "for one stream"),
+        (lambda m: sg.carried(sg.carried(sg.uoro(m))), "by itself"),
+        (lambda m: sg.carried(sg.uoro(m, cut="state")), "at the preactivations"),
+        (lambda m: sg.carried(sg.uoro(m, rescale="none")), "by itself"),
+        (lambda m: sg.carried(sg.uoro(m, q0=np.eye(2))), "by itself"),
+        (lambda m: sg.carried(sg.preuoro(m)), "for episodes"),
+        (lambda m: sg.carried(sg.preuoro(m), episode=4, alpha="gir"), "nothing to carry over"),
+        (lambda m: sg.carried(sg.preuoro(m), episode=4, q0="full"), "no spatial noise"),
+        (lambda m: sg.carried(sg.uoro(m), alpha="optimal"), "each position in an episode"),
+        (lambda m: sg.carried(sg.uoro(m), decay=1.0), "decay must be"),
+        (lambda m: sg.carried(sg.uoro(m), damping=-1.0), "damping must be"),
+        (lambda m: sg.carried(sg.uoro(m), window=1), "window must be"),
+        (lambda m: sg.carried(sg.uoro(m), episode=0), "episode must be"),
+        (lambda m: sg.carried(sg.uoro(m), q0="half"), "q0 must be one of"),
+        (lambda m: sg.carried(sg.uoro(m), statistics="appendix_f"), "whole episodes"),
+        (lambda m: sg.carried(sg.uoro(m), q0="none", alpha="gir"), "nothing to carry over"),
     ],
 )
 def test_bad_choices(make, words):
@@ -288,6 +292,6 @@ def test_bad_choices(make, words):
 
 def test_all_streams_need_long_chunks():
     model = make_model("vanilla")
-    est = sg.uoro(model, carry=carried(window=8, streams=None))
+    est = sg.carried(sg.uoro(model), window=8, streams=None)
     with pytest.raises(ValueError, match="give a number of streams"):
         est.update(make_params(model), est.init(make_params(model)), make_chunk(model, LENGTH), jax.random.key(0))

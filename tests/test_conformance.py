@@ -36,7 +36,7 @@ def noisy(row) -> bool:
 
 
 def make(row, cut, model, **options):
-    options = dict(row.options) | ({"cut": cut} if cut else {}) | options
+    options = dict(row.options) | ({"cut": cut} if len(row.cuts) > 1 else {}) | options
     return row.make(model, **options)
 
 
@@ -282,4 +282,4 @@ def test_every_row_is_told_in_full():
         assert getattr(sg, row.name) is row.make
         assert row.summary and row.time and row.memory and row.make.__doc__
         assert set(row.cuts) <= set(CUT_NAMES)
-        assert ("cut" in inspect.signature(row.make).parameters) == bool(row.cuts)
+        assert ("cut" in inspect.signature(row.make).parameters) == (len(row.cuts) > 1)

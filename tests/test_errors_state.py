@@ -35,7 +35,7 @@ def test_the_state_of_another_estimator(name):
 
 STATES = {
     "other groups": (sg.uoro(MODEL, groups=4), r"state.memory.tangent must have the shape .* \(1, 4\).*\(4, 4\)"),
-    "carried": (sg.uoro(MODEL, carry=True), "its shared is of type CarriedShared, and .* of type UoroShared"),
+    "carried": (sg.carried(sg.uoro(MODEL)), "its shared is of type CarriedShared, and .* of type NoiseSettings"),
     "another model": (sg.uoro(sg.Model(LSTM, HEAD)), "state.cell must have the structure .* it has state.cell.h"),
     "many streams": (sg.batched(sg.uoro(MODEL), 2), r"state.cell must have the shape of .*\(4,\).*\(2, 4\)"),
 }

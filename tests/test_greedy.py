@@ -36,7 +36,7 @@ def assert_unbiased(est, model, chunk, patterns, params=None):
 def test_greedy_is_unbiased(cut, decay, immediate):
     """All patterns, a Q_0 that is not symmetric, and a reset."""
     model = make_model("vanilla")
-    rescale = sg.estimators.greedy(decay)
+    rescale = sg.noise.greedy(decay)
     est = sg.uoro(model, cut=cut, noise="given", rescale=rescale, q0=random_q0(2), immediate=immediate)
     assert_unbiased(est, model, make_chunk(model, 5, reset=(3,)), all_signs(5, 2))
 
@@ -73,7 +73,7 @@ def without_loss(model, length, steps):
 def test_steps_without_a_loss_are_kept(steps, decay):
     """What no loss sees yet is not lost: later losses see it."""
     model, chunk = without_loss(make_model("vanilla"), 5, steps)
-    est = sg.uoro(model, noise="given", rescale=sg.estimators.greedy(decay))
+    est = sg.uoro(model, noise="given", rescale=sg.noise.greedy(decay))
     assert_unbiased(est, model, chunk, all_signs(5, 2))
 
 
@@ -108,7 +108,7 @@ def test_greedy_is_the_textbook_loop(cell, cut, decay):
     model = make_model(cell)
     params, chunk, n = make_params(model), make_chunk(model, 6, reset=(4,)), cut_size(model, cut)
     u, q0 = np.random.default_rng(1).normal(size=(6, n)), random_q0(n)
-    est = sg.uoro(model, cut=cut, noise="given", rescale=sg.estimators.greedy(decay), q0=q0)
+    est = sg.uoro(model, cut=cut, noise="given", rescale=sg.noise.greedy(decay), q0=q0)
     grads, _, info = est.update(params, est.init(params), chunk, jnp.asarray(u))
     want, beta, gamma = oracle.greedy(model, params, chunk, cut, u, q0, decay)
     np.testing.assert_allclose(ravel_pytree(grads.cell)[0], want, rtol=1e-9, atol=1e-12)
@@ -121,7 +121,7 @@ def test_beta_is_that_of_the_theory():
     model = make_model("vanilla", n_hidden=4)
     params, chunk = make_params(model), make_chunk(model, 5, reset=(2,))
     want = sg.variance.greedy(sg.variance.collect(model, params, chunk), groups=2).beta
-    est = sg.uoro(model, rescale=sg.estimators.greedy(decay=0.0), groups=2)
+    est = sg.uoro(model, rescale=sg.noise.greedy(decay=0.0), groups=2)
     info = est.update(params, est.init(params), chunk, jax.random.key(0))[2]
     np.testing.assert_allclose(info.diagnostics["beta"], want, rtol=1e-10)
 

@@ -13,10 +13,10 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
-from streamgrad.estimators import find_noise, with_sigma
 from streamgrad.lab.experiments import find_experiment
 from streamgrad.lab.tasks.base import Task
 from streamgrad.lab.train import loop
+from streamgrad.noise import find_noise
 from tests import oracle
 from tests.tools import (
     cut_size,
@@ -73,7 +73,7 @@ def test_the_limit_is_uoro(cell, shaped):
     want = flat(limit.update(params, limit.init(params), chunk, u)[0].cell)
     est = sg.reinforce(model, noise="given", q0=q0)
     state = est.init(params)
-    many = jax.vmap(lambda sigma: est.update(params, with_sigma(state, sigma), chunk, u)[0].cell)
+    many = jax.vmap(lambda sigma: est.update(params, sg.with_noise(state, sigma=sigma), chunk, u)[0].cell)
     got = jax.vmap(lambda grads: ravel_pytree(grads)[0])(many(jnp.asarray(SIGMAS)))
     distance = np.linalg.norm(got - want[None], axis=1) / np.linalg.norm(want)
     slope = np.polyfit(np.log(SIGMAS), np.log(distance), 1)[0]
@@ -95,7 +95,7 @@ def test_variance_without_a_baseline(shaped):
     @jax.jit
     @jax.vmap
     def variance(sigma):
-        here = with_sigma(state, sigma)
+        here = sg.with_noise(state, sigma=sigma)
         grads = jax.vmap(lambda key: ravel_pytree(est.update(params, here, chunk, key)[0].cell)[0])(keys)
         return jnp.sum(jnp.var(grads, axis=0))
 
@@ -165,7 +165,7 @@ def test_mean_over_all_noise(baseline):
 
         return jnp.asarray(weights) @ jax.vmap(one)(jnp.asarray(u))
 
-    begun = est._replace(init=lambda params: state)
+    begun = sg.GradientEstimator(lambda params: state, est.update)
     got = mean_over(begun, params, second, u, weights)
     assert error(got.cell, jax.grad(expected)(params.cell)) < 1e-8
 
@@ -202,7 +202,7 @@ def test_one_trace_for_all_sigmas_and_a_schedule_in_the_loop():
     _, state, _ = est.update(params, state, chunk, jax.random.key(0))
     before = len(traces)
     for sigma in (0.05, np.float32(0.01), jnp.asarray(0.02)):
-        state = with_sigma(state, sigma)
+        state = sg.with_noise(state, sigma=sigma)
         _, state, _ = est.update(params, state, chunk, jax.random.key(0))
     assert len(traces) == before and float(state.shared.sigma) == 0.02
 
@@ -221,7 +221,7 @@ def test_one_trace_for_all_sigmas_and_a_schedule_in_the_loop():
     # The third update was made with the third σ.
     alone = sg.reinforce(model, schedule)
     state = alone.init(params)._replace(shared=alone.init(params).shared._replace(updates=jnp.asarray(2, jnp.int32)))
-    want = est.update(params, with_sigma(est.init(params), 0.025), chunk, jax.random.key(5))[0]
+    want = est.update(params, sg.with_noise(est.init(params), sigma=0.025), chunk, jax.random.key(5))[0]
     assert error(alone.update(params, state, chunk, jax.random.key(5))[0], want) < 1e-6
 
 
@@ -282,16 +282,21 @@ ERRORS = {
     "positions": (lambda: sg.reinforce(MODEL, positions=0), "positions must be a whole number of at least 1"),
     "signs": (lambda: sg.reinforce(MODEL, noise="rademacher"), "score of Gaussian noise.*'rademacher'"),
     "decay": (lambda: sg.reinforce(MODEL, decay=1), "decay must be a number"),
-    "cut": (lambda: sg.reinforce(MODEL, cut="preactivation"), "reinforce's cut must be one of 'state'"),
     "q0": (lambda: sg.reinforce(MODEL, q0=np.ones((2, 2))), "singular"),
     "too small for float32": (
         lambda: sg.reinforce(MODEL, 1e-60).init(make_params(MODEL, dtype=jnp.float32)),
         "sigma must be one positive",
     ),
-    "later": (lambda: with_sigma(sg.reinforce(MODEL).init(make_params(MODEL)), 0), "sigma must be one positive"),
-    "of another": (lambda: with_sigma(sg.rtrl(MODEL).init(make_params(MODEL)), 1), "a state of reinforce"),
+    "later": (
+        lambda: sg.with_noise(sg.reinforce(MODEL).init(make_params(MODEL)), sigma=0),
+        "sigma must be one positive",
+    ),
+    "of another": (
+        lambda: sg.with_noise(sg.rtrl(MODEL).init(make_params(MODEL)), sigma=1),
+        "the state of a noisy estimator",
+    ),
     "scheduled": (
-        lambda: with_sigma(sg.reinforce(MODEL, lambda n: 0.1).init(make_params(MODEL)), 1),
+        lambda: sg.with_noise(sg.reinforce(MODEL, lambda n: 0.1).init(make_params(MODEL)), sigma=1),
         "follows a schedule",
     ),
     "episode": (

@@ -84,7 +84,7 @@ def test_uoro_is_the_total_gradient_estimate(cell, cut):
     u, alpha, q0 = noise_for(T, n), random_alpha(T), random_q0(n)
     want = oracle.total_gradient_estimate(model, params, chunk, cut, u, q0, alpha)
     for gamma in ("one", "geometric"):
-        rescale = sg.estimators.given(alpha, gamma=gamma)
+        rescale = sg.noise.given(alpha, gamma=gamma)
         est = sg.uoro(model, cut=cut, noise="given", rescale=rescale, q0=q0)
         for pieces in ((4,), (1, 3)):
             state, total, start = est.init(params), 0.0, 0
@@ -149,7 +149,26 @@ def test_q0_and_alpha_are_state():
     u, q0, alpha = noise_for(T, 2), random_q0(2), random_alpha(T)
     est = sg.uoro(model, noise="given", q0=np.eye(2), rescale=np.ones(T))
     state = est.init(params)
-    shared = state.shared._replace(shaping=sg.estimators.shaping(q0), rescaling=jnp.asarray(alpha)[:, None])
-    got = est.update(params, state._replace(shared=shared), chunk, jnp.asarray(u))[0]
+    got = est.update(params, sg.with_noise(state, q0=q0, alpha=alpha), chunk, jnp.asarray(u))[0]
     want = oracle.uoro(model, params, chunk, "preactivation", u, q0, alpha=alpha)
     np.testing.assert_allclose(cell_vector(got), want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "make, change, words",
+    [
+        (lambda m: sg.uoro(m), {"q0": np.eye(2)}, "no q0 to replace"),
+        (lambda m: sg.uoro(m), {"alpha": np.ones(T)}, "no alpha to replace"),
+        (lambda m: sg.uoro(m), {"sigma": 0.1}, "no sigma to replace"),
+        (lambda m: sg.uoro(m, q0=np.eye(2)), {"q0": np.ones(2)}, r"q0 must keep the shape \(2, 2\)"),
+        (lambda m: sg.uoro(m, q0=np.eye(2)), {"q0": np.ones((2, 2))}, "singular"),
+        (lambda m: sg.uoro(m, rescale=np.ones(T)), {"alpha": np.ones(T + 1)}, "alpha"),
+        (lambda m: sg.uoro(m, rescale=np.ones(T)), {"alpha": -np.ones(T)}, "positive"),
+        (lambda m: sg.bptt(m), {"q0": np.eye(2)}, "a noisy estimator"),
+        (lambda m: sg.carried(sg.uoro(m)), {"q0": np.ones(2)}, "nothing else chooses"),
+    ],
+)
+def test_noise_that_cannot_be_replaced(make, change, words):
+    model = make_model("vanilla")
+    with pytest.raises(ValueError, match=words):
+        sg.with_noise(make(model).init(make_params(model)), **change)

@@ -23,18 +23,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Cut, EstimatorState, Info, Model, Params, real_dtype
 from streamgrad.checks import leading_length
-from streamgrad.engine.online import Parts, restart
+from streamgrad.engine.estimator import Algorithm, Outcome, Seen, restart, sum_over_streams
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling, Terms
 from streamgrad.noise.shaping import Shaped
 from streamgrad.step.cuts import linearise
-from streamgrad.step.weights import Outer, sum_outer
+from streamgrad.step.weights import Outer, add_outer, by_matrix, like_params, project_blocks, sum_blocks, sum_outer
 
 
 class Factors(NamedTuple):
@@ -62,7 +61,7 @@ def block_length(length: int, size: int) -> int:
     return min(length, max(2 * FEW, min(256, size // 4)))
 
 
-def factored_parts(
+def factored(
     model: Model,
     cut: Cut,
     groups: Groups,
@@ -70,22 +69,20 @@ def factored_parts(
     draw: Callable[..., Shaped],
     init: Callable[[Params], EstimatorState],
     immediate: str,
-    watched: bool = False,
-) -> Parts:
-    """UORO's `parts` as `engine.online.estimator` takes them, for whole chunks; `sum_factors` is their total.
+) -> Algorithm:
+    """UORO's algorithm for whole chunks.
 
     Args:
       model: the model whose gradients are estimated.
       cut: its cut at the preactivations.
-      groups: must be even, see `is_even`.
+      groups: must be even.
       rescaling: how γ and β are chosen.
       draw: UORO's noise.
       init: UORO's state.
       immediate: "estimated" or "exact".
-      watched: whether to leave states and gradients of the losses with respect to them among the diagnostics.
 
     Returns:
-      The function.
+      The algorithm.
     """
 
     def advance_few(params: Params, shared: PyTree, carry: tuple, steps: tuple) -> tuple[tuple, dict[str, PyTree]]:
@@ -117,7 +114,7 @@ def factored_parts(
             if known is not None:  # else the rescaling does not look at them
                 cross, pulled = _cross_and_pulled(groups, here, t, known, a)
                 terms = Terms(jnp.sum(propagated**2, axis=1), square_norm, jnp.sum(pushed**2, axis=1), pulled)
-            past, present, remembered = rescaling.coefficients(shared.rescaling, remembered, terms)
+            past, present, remembered = rescaling.coefficients(shared.alpha, remembered, terms)
             tangent = past.tangent[:, None] * propagated + present.tangent[:, None] * pushed
             kept = {
                 "state": at.state,
@@ -160,10 +157,12 @@ def factored_parts(
         sigma, c = _left_at_the_end(*_cotangent_scales(kept["scales"], reset))
         cotangent = _write(groups, memory.cotangent, sigma, c, noise.left, kept["features"])
         # The norm is taken anew from what is written, so that its rounding errors do not outlive the block.
-        new = type(memory)(tangent, cotangent, groups.square_norms(cotangent), remembered)
+        new = memory._replace(
+            tangent=tangent, cotangent=cotangent, square_norm=groups.square_norms(cotangent), rescaling=remembered
+        )
         return (cell_state, new), kept
 
-    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[PyTree, EstimatorState, Info]:
+    def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
         length = leading_length(chunk, "time")
         noise = draw(state.shared, key, length, real_dtype(params.cell))
         size = block_length(length, noise.left.shape[1]) if rescaling.uses_norms else length
@@ -181,29 +180,19 @@ def factored_parts(
         left = noise.left * (present * sums)[:, groups.index]
         if immediate == "exact":
             left = left + _immediate(cut, params.cell, kept["before"], chunk.inputs, dl_dstate)
-        structure = jax.tree.structure(params.cell)
-        outer = Outer(
-            jax.tree.unflatten(structure, groups.by_matrix(left)), jax.tree.unflatten(structure, kept["features"])
-        )
-        factors = Factors(weight, state.memory.cotangent, outer)
-        diagnostics = {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]}
-        if watched:
-            vectors = jax.vmap(lambda state: ravel_pytree(state)[0])(kept["state"])
-            diagnostics |= {"state": vectors, "dl_dstate": dl_dstate}
-        info = Info(loss, diagnostics)
-        return (factors, head_grads), EstimatorState(cell_state, memory, state.shared), info
+        features = jax.tree.unflatten(jax.tree.structure(params.cell), kept["features"])
+        factors = Factors(weight, state.memory.cotangent, Outer(like_params(params.cell, left), features))
+        info = Info(loss, {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]})
+        seen = Seen(jax.vmap(lambda state: ravel_pytree(state)[0])(kept["state"]), dl_dstate)
+        return Outcome((factors, head_grads), EstimatorState(cell_state, memory, state.shared), info, seen)
 
-    return parts
+    def total(summands: tuple[Factors, PyTree]) -> Params:
+        factors, head_grads = summands
+        past = sum_blocks(factors.cotangent, [factors.weights[:, members] for members in groups.of_matrix()])
+        cell = jax.tree.map(jnp.add, past, sum_outer(factors.outer))
+        return Params(cell, sum_over_streams(head_grads))
 
-
-def sum_factors(groups: Groups, factors: Factors) -> PyTree:
-    """The cell's gradient, summed over streams, the leading axis."""
-    leaves, structure = jax.tree.flatten(factors.cotangent)
-    past = []
-    for members, leaf in zip(groups.of_matrix(), leaves, strict=True):
-        blocks = leaf.reshape(len(leaf), len(members), -1)  # a group's rows are one weight times one long vector
-        past.append(jnp.einsum("bg,bgr->gr", factors.weights[:, members], blocks).reshape(leaf.shape[1:]))
-    return jax.tree.map(jnp.add, jax.tree.unflatten(structure, past), sum_outer(factors.outer))
+    return Algorithm(init, run, total)
 
 
 class _Known(NamedTuple):
@@ -223,14 +212,14 @@ def _known_ahead(groups: Groups, left: Float[Array, "T N"], cotangent: PyTree) -
 
     Groups lead, so that the products are plain ones of matrices as they lie in memory.
     """
-    ahead, known = [], _Known([], [])
-    for v, w, members in zip(groups.by_matrix(left), jax.tree.leaves(cotangent), groups.of_matrix(), strict=True):
+    known, blocks = _Known([], []), []
+    for v, members in zip(by_matrix(left, groups.rows), groups.of_matrix(), strict=True):
         v = jnp.swapaxes(v.reshape(len(left), len(members), -1), 0, 1)
-        ahead.append(v @ w.reshape(len(members), -1, w.shape[1]))
+        blocks.append(v)
         products = v @ jnp.swapaxes(v, 1, 2)
         known.v_v.append(jnp.swapaxes(products, 0, 1))
         known.square.append(jnp.diagonal(products, axis1=1, axis2=2).T)
-    return ahead, known
+    return project_blocks(blocks, cotangent), known
 
 
 def _cross_and_pulled(
@@ -316,11 +305,8 @@ def _write(
     groups: Groups, cotangent: PyTree, sigma: Array, c: Array, left: Float[Array, "T N"], features: list[Array]
 ) -> PyTree:
     """σ w̃_0 + Σ_s c_s v_s a_s^T, row by row with the coefficients of its group."""
-    structure = jax.tree.structure(cotangent)
-    scaled = groups.by_matrix(left * c[:, groups.index])
-    added = [jnp.einsum("tn,ta->na", v, a) for v, a in zip(scaled, features, strict=True)]
-    kept = groups.scale(cotangent, sigma)
-    return jax.tree.unflatten(structure, [a + b for a, b in zip(added, jax.tree.leaves(kept), strict=True)])
+    scaled = by_matrix(left * c[:, groups.index], groups.rows)
+    return add_outer(groups.scale(cotangent, sigma), scaled, features)
 
 
 def in_blocks(advance: Callable, carry: PyTree, steps: PyTree, length: int, size: int) -> tuple[PyTree, PyTree]:
@@ -349,11 +335,3 @@ def _immediate(
         return linearise(cut, params, state, x).push_back(dl_dstate)
 
     return jax.vmap(one)(states, inputs, dl_dstate)
-
-
-def is_even(groups: Groups) -> bool:
-    """Whether the groups inside each weight matrix have the same size, which the products here need."""
-    return all(
-        rows % len(members) == 0 and np.array_equal(index, np.repeat(members, rows // len(members)))
-        for rows, members, index in zip(groups.rows, groups.of_matrix(), groups.by_matrix(groups.index), strict=True)
-    )

@@ -1,5 +1,6 @@
 """Backpropagation through time over the whole chunk: the exact reference."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model, check_size, leading_length
-from streamgrad.engine.online import Parts, estimator, restart, same_dtype, sum_over_streams, transition
-from streamgrad.step.weights import Outer, sum_outer
+from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams, transition
+from streamgrad.step.weights import Outer, sum_outer, zero_rows
+
+Run = Callable[[Params, EstimatorState, Chunk, Any], Outcome]
 
 
 def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
@@ -49,11 +52,11 @@ def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
         return EstimatorState(model.init_state(params), (), ())
 
     if recompute is None and "preactivation" in model.cell.cuts:
-        return estimator(model, init, _with_outer_products(model), _sum_outer_products)
-    return estimator(model, init, _plain(model, recompute))
+        return estimator(model, Algorithm(init, _with_outer_products(model), _sum_outer_products))
+    return estimator(model, Algorithm(init, _plain(model, recompute)))
 
 
-def _plain(model: Model, recompute: int | None) -> Parts:
+def _plain(model: Model, recompute: int | None) -> Run:
     """Differentiate with respect to the parameters, whatever they are."""
 
     def run(params: Params, state: PyTree, chunk: Chunk) -> tuple[PyTree, Float[Array, " T"]]:
@@ -69,7 +72,7 @@ def _plain(model: Model, recompute: int | None) -> Parts:
         return state, _losses(model, params.head, outputs, chunk)
 
     def run_again(params: Params, state: PyTree, chunk: Chunk, k: int) -> tuple[PyTree, Float[Array, " T"]]:
-        """`run`, in stretches of k steps that the reverse pass computes anew."""
+        """`run`, in stretches of k steps that the reverse pass computes again."""
         length = leading_length(chunk, "time")
         whole = length - length % k
         remembering = jax.checkpoint(run, prevent_cse=False)
@@ -85,7 +88,7 @@ def _plain(model: Model, recompute: int | None) -> Parts:
             losses = jnp.concatenate([losses, rest])
         return state, losses
 
-    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
+    def chunkwise(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
         del key
 
         def total(params: Params) -> tuple[Array, tuple[PyTree, Array]]:
@@ -96,12 +99,12 @@ def _plain(model: Model, recompute: int | None) -> Parts:
             return jnp.sum(losses), (end, losses)
 
         grads, (end, losses) = jax.grad(total, has_aux=True)(params)
-        return grads, EstimatorState(end, (), ()), Info(losses, {})
+        return Outcome(grads, EstimatorState(end, (), ()), Info(losses, {}))
 
-    return parts
+    return chunkwise
 
 
-def _with_outer_products(model: Model) -> Parts:
+def _with_outer_products(model: Model) -> Run:
     """Differentiate with respect to the preactivations, and leave the weights to one matrix product at the end.
 
     Differentiating a scan with respect to weights adds an outer product to a buffer of their size at every step.
@@ -110,11 +113,11 @@ def _with_outer_products(model: Model) -> Parts:
     assert cut.features is not None
     features = cut.features
 
-    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[PyTree, EstimatorState, Info]:
+    def chunkwise(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
         del key
         fresh = model.init_state(params)
         length = leading_length(chunk, "time")
-        still = jax.tree.map(lambda w: jnp.zeros((length, w.shape[0]), w.dtype), params.cell)
+        still = zero_rows(params.cell, length)
 
         def total(dz: PyTree, head: PyTree) -> tuple[Array, tuple]:
             def step(state: PyTree, now: tuple) -> tuple[PyTree, tuple]:
@@ -129,9 +132,9 @@ def _with_outer_products(model: Model) -> Parts:
             return jnp.sum(losses), (end, losses, a)
 
         grads, (end, losses, a) = jax.grad(total, argnums=(0, 1), has_aux=True)(still, params.head)
-        return (Outer(grads[0], a), grads[1]), EstimatorState(end, (), ()), Info(losses, {})
+        return Outcome((Outer(grads[0], a), grads[1]), EstimatorState(end, (), ()), Info(losses, {}))
 
-    return parts
+    return chunkwise
 
 
 def _sum_outer_products(summands: tuple[Outer, PyTree]) -> Params:

@@ -1,4 +1,4 @@
-"""NoBackTrack: UORO at the state, with the noise of each unit scaled anew at every step."""
+"""NoBackTrack: UORO at the state, with the noise of each unit scaled at every step."""
 
 from typing import Any
 
@@ -6,21 +6,20 @@ import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float
-from streamgrad.base import Chunk, GradientEstimator, Influence, Model
-from streamgrad.checks import check_choice, find_cut
-from streamgrad.engine.online import online
-from streamgrad.estimators.uoro import UoroMemory, UoroShared, check_alpha_length, rank_one
+from streamgrad.base import GradientEstimator, Influence, Model
+from streamgrad.checks import find_cut
+from streamgrad.engine.stepwise import online
+from streamgrad.estimators.uoro import UoroMemory, noise_check, rank_one
 from streamgrad.noise.groups import make_groups
 from streamgrad.noise.rescale import find_rescaling
+from streamgrad.noise.settings import NoiseSettings
 from streamgrad.noise.shaping import Shaped, diagonal_q0, shaping
 from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
 
 
-def nobacktrack(
-    model: Model, noise: str | Noise = "rademacher", rescale: Any = "gir", cut: str = "state"
-) -> GradientEstimator:
+def nobacktrack(model: Model, noise: str | Noise = "rademacher", rescale: Any = "gir") -> GradientEstimator:
     """UORO at the state with a diagonal Q_t that balances the terms of each unit (Section 6.3).
 
         h̃_t = γ_t (dh_t/dh_{t-1}) h̃_{t-1} + β_t Q_t u_t
@@ -32,10 +31,9 @@ def nobacktrack(
 
     Args:
       model: the model whose gradients are estimated.
-      noise: "rademacher", "gaussian", "sign_gaussian", or "given" (the caller passes u in place of the key).
+      noise: "rademacher", "gaussian", or "given" (the caller passes u in place of the key).
       rescale: "gir", "greedy", "none", or α as an array `[T]`; as in `uoro`. Q_t has a geometric mean of 1, so that
         the scale common to all units is left to β.
-      cut: always "state".
 
     Returns:
       The estimator. Its diagnostics are `gamma` and `beta`, `[T, 1]`, and `q`, `[T, S]`.
@@ -54,27 +52,22 @@ def nobacktrack(
       Ollivier, Tallec and Charpiat, Training recurrent networks online without backtracking, 2015.
       Tallec and Ollivier, Unbiased online recurrent optimization, 2018.
     """
-    check_choice("nobacktrack's cut", cut, ("state",))
-    vertex = find_cut(model, cut)
+    vertex = find_cut(model, "state")
     source = find_noise(noise)
     rescaling = find_rescaling(rescale)
     layout = cuts.layout(model.cell, vertex)
     rescaling.shared(1, None)  # says so now where α does not fit
-    plain: Influence = rank_one(layout, vertex, source, rescaling, make_groups(layout, cut, 1))
+    plain: Influence = rank_one(layout, vertex, source, rescaling, make_groups(layout, "state", 1))
 
     def advance(
-        shared: UoroShared, memory: UoroMemory, step: Step, noise: Shaped, dl_dstate: Array
+        shared: NoiseSettings, memory: UoroMemory, step: Step, noise: Shaped, dl_dstate: Array
     ) -> tuple[UoroMemory, dict[str, Array]]:
         q = diagonal_q0(row_norms(step, layout.size, dl_dstate.dtype), jnp.ones(layout.size, dl_dstate.dtype))
         shaped = Shaped(noise.right * q, noise.left / q)
         memory, diagnostics = plain.advance(shared._replace(shaping=shaping(q)), memory, step, shaped, dl_dstate)
         return memory, diagnostics | {"q": q}
 
-    def check(chunk: Chunk, length: int, key: Any) -> None:
-        source.check(key)
-        check_alpha_length(rescaling, chunk, length)
-
-    return online(model, plain._replace(advance=advance), check)
+    return online(model, plain._replace(advance=advance), noise_check(source, rescaling))
 
 
 def row_norms(step: Step, size: int, dtype: Any) -> Float[Array, " N"]:

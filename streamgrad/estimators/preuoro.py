@@ -1,7 +1,5 @@
 """PreUORO, also known as KF-RTRL: the temporal projection without the spatial one."""
 
-import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,24 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.adapt.carrying import (
-    carried_estimator,
-    carried_rescaling,
-    switched,
-    until_ready,
-    watched,
-)
-from streamgrad.adapt.choice import find_carry
-from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
+from streamgrad.base import Cut, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, find_cut
-from streamgrad.engine.online import online, online_parts
-from streamgrad.estimators.uoro import check_alpha_length
+from streamgrad.engine.estimator import Algorithm, Noisy, estimator
+from streamgrad.engine.stepwise import stepwise
+from streamgrad.estimators.uoro import noise_check
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling, Terms, find_rescaling
+from streamgrad.noise.settings import NoiseSettings
 from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
-from streamgrad.step.weights import Outer, sum_outer
+from streamgrad.step.weights import Outer, sum_outer, zero_features
 
 
 class PreUoroMemory(NamedTuple):
@@ -48,8 +40,6 @@ def preuoro(
     noise: str | Noise = "rademacher",
     rescale: Any = "gir",
     immediate: str = "estimated",
-    cut: str = "preactivation",
-    carry: Any = None,
 ) -> GradientEstimator:
     """UORO that projects in time alone, because dh_t/dW_t = (dh_t/dz_t) ⊗ a_t^T is of rank one already (Section 8).
 
@@ -62,11 +52,9 @@ def preuoro(
 
     Args:
       model: the model whose gradients are estimated; its cell must have the cut "preactivation".
-      noise: "rademacher", "gaussian", "sign_gaussian", or "given" (the caller passes τ in place of the key).
+      noise: "rademacher", "gaussian", or "given" (the caller passes τ in place of the key).
       rescale: "gir", "greedy", "none", or α as an array `[T]`, or `[T, M]` for M weight matrices.
       immediate: "estimated", or "exact", which backpropagates the current step and estimates the past alone.
-      cut: always "preactivation".
-      carry: as in `uoro`, for α alone: there is no spatial noise to shape.
 
     Returns:
       The estimator. Its diagnostics are `gamma` and `beta`, `[T, M]`.
@@ -84,21 +72,34 @@ def preuoro(
     References:
       Mujika, Meier and Steger, Approximating real-time recurrent learning with random Kronecker factors, 2018.
     """
-    check_choice("preuoro's cut", cut, ("preactivation",))
-    vertex = find_cut(model, cut)
+    vertex = find_cut(model, "preactivation")
     source = find_noise(noise)
-    chosen = find_carry(carry, cut, rescale, None)
-    if chosen is not None and (chosen.alpha, chosen.statistics) != ("optimal", "reverse"):
-        raise ValueError("preuoro can carry over alpha alone, for episodes: carry=carried(episode=T).")
-    rescaling = find_rescaling(rescale) if chosen is None else carried_rescaling(chosen)
+    rescaling = find_rescaling(rescale)
     check_choice("immediate", immediate, ("estimated", "exact"))
     layout = cuts.layout(model.cell, vertex)
     count = len(layout.rows)
-    matrix_of_row = np.repeat(np.arange(count), layout.rows)
+    matrices = Groups(count, np.repeat(np.arange(count), layout.rows), layout.rows)
     rescaling.shared(count, None)  # says so now where α does not fit
+
+    def rescaled(rescaling: Rescaling) -> Algorithm:
+        influence = kronecker(layout, vertex, source, rescaling, matrices, immediate)
+        return stepwise(model, influence, noise_check(source, rescaling))
+
+    noisy = Noisy(matrices, False, rescaled) if rescaling.name == "gir" else None
+    return estimator(model, rescaled(rescaling), noisy)
+
+
+def kronecker(
+    layout: cuts.Layout, cut: Cut, source: Noise, rescaling: Rescaling, matrices: Groups, immediate: str
+) -> Influence:
+    """The influence dh_t/dW ≈ H̃_t ⊗ w̃_t of `preuoro`, out of its parts; `matrices` has a group for each W."""
+    count, matrix_of_row = matrices.count, matrices.index
 
     def squares(rows: Float[Array, "N S"]) -> Float[Array, " M"]:
         return jnp.zeros(count, rows.dtype).at[matrix_of_row].add(jnp.sum(rows**2, axis=1))
+
+    def square_lengths(vectors: PyTree) -> Float[Array, " M"]:
+        return jnp.stack([leaf @ leaf for leaf in jax.tree.leaves(vectors)])
 
     def scale(vectors: PyTree, by: Float[Array, " M"]) -> PyTree:
         leaves, structure = jax.tree.flatten(vectors)
@@ -107,39 +108,28 @@ def preuoro(
     def init(params: PyTree, state: PyTree) -> PreUoroMemory:
         del state
         tangent = jnp.zeros((layout.size, layout.state_size), real_dtype(params))
-        return PreUoroMemory(
-            tangent, jax.tree.map(lambda w: jnp.zeros_like(w[0]), params), rescaling.init(count, tangent.dtype)
-        )
+        return PreUoroMemory(tangent, zero_features(params), rescaling.init(count, tangent.dtype))
 
-    def shared(params: PyTree) -> PyTree:
-        return rescaling.shared(count, real_dtype(params))
+    def shared(params: PyTree) -> NoiseSettings:
+        return NoiseSettings(alpha=rescaling.shared(count, real_dtype(params)))
 
-    def draw(shared: PyTree, key: Any, length: int, dtype: Any) -> Float[Array, " T"]:
+    def draw(shared: NoiseSettings, key: Any, length: int, dtype: Any) -> Float[Array, " T"]:
         del shared
         return source.draw(key, (length,), dtype)
 
     def advance(
-        rescaling: Rescaling,
-        shared: PyTree,
-        memory: PreUoroMemory,
-        step: Step,
-        noise: Float[Array, ""],
-        dl_dstate: Array,
+        shared: NoiseSettings, memory: PreUoroMemory, step: Step, noise: Float[Array, ""], dl_dstate: Array
     ) -> tuple[PreUoroMemory, dict[str, Array]]:
         propagated = jax.vmap(step.propagate)(memory.tangent)
         pushed = noise * jax.vmap(step.push)(jnp.eye(layout.size, dtype=propagated.dtype))
         pulled = jax.tree.map(lambda a: noise * a, step.features)
-
-        def square_lengths(vectors: PyTree) -> Float[Array, " M"]:
-            return jnp.stack([leaf @ leaf for leaf in jax.tree.leaves(vectors)])
-
         terms = Terms(squares(propagated), square_lengths(memory.cotangent), squares(pushed), square_lengths(pulled))
         if rescaling.uses_loss:
             terms = terms._replace(
                 seen_propagated=squares((propagated @ dl_dstate)[:, None]),
                 seen_pushed=squares(step.push_back(dl_dstate)[:, None]),
             )
-        past, present, remembered = rescaling.coefficients(shared, memory.rescaling, terms)
+        past, present, remembered = rescaling.coefficients(shared.alpha, memory.rescaling, terms)
         tangent = past.tangent[matrix_of_row][:, None] * propagated + present.tangent[matrix_of_row][:, None] * pushed
         cotangent = jax.tree.map(jnp.add, scale(memory.cotangent, past.cotangent), scale(pulled, present.cotangent))
         return PreUoroMemory(tangent, cotangent, remembered), {"gamma": past.tangent, "beta": present.tangent}
@@ -155,19 +145,4 @@ def preuoro(
     def total(contributions: list[Outer]) -> PyTree:
         return jax.tree.map(lambda *terms: sum(terms), *map(sum_outer, contributions))
 
-    def check(chunk: Chunk, length: int, key: Any) -> None:
-        source.check(key)
-        check_alpha_length(rescaling, chunk, length)
-
-    def influence(rescaling: Rescaling) -> Influence:
-        return Influence(vertex, init, functools.partial(advance, rescaling), contract, draw, shared, total)
-
-    if chosen is None:
-        return online(model, influence(rescaling), check)
-    begin, parts, sum_up = online_parts(model, watched(influence(rescaling)))
-    otherwise = online_parts(model, watched(influence(until_ready(rescaling))))[1]
-    groups = Groups(count, matrix_of_row, layout.rows)
-    only_alpha = dataclasses.replace(chosen, q0="none")
-    return carried_estimator(
-        model, groups, only_alpha, begin, switched(parts, otherwise, lambda shaping, alpha: alpha), sum_up, check
-    )
+    return Influence(cut, init, advance, contract, draw, shared, total)

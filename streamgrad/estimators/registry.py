@@ -18,7 +18,7 @@ from streamgrad.estimators.spatial_rtrl import spatial_rtrl
 from streamgrad.estimators.tbptt import tbptt
 from streamgrad.estimators.uoro import uoro
 
-Promise = Literal["exact", "exact in the chunk", "truncated", "unbiased", "unbiased for the noisy network"]
+Promise = Literal["exact", "exact in the chunk", "biased", "unbiased", "unbiased for the noisy network"]
 
 
 class Row(NamedTuple):
@@ -26,10 +26,11 @@ class Row(NamedTuple):
 
     Attributes:
       name: how it is called.
-      make: `make(model, **options) -> GradientEstimator`; takes `cut` if there are any, and `noise` if it is noisy.
-      promise: "exact" (equals BPTT of the whole sequence, however it is chunked), "exact in the chunk", "truncated",
-        "unbiased" (its mean over the noise equals BPTT of the whole sequence), or "unbiased for the noisy network" (the
-        noise is in the network itself; the mean is the gradient of the expected loss; takes `sigma` and `q0`).
+      make: `make(model, **options) -> GradientEstimator`; takes `cut` if there are several, and `noise` if it is noisy.
+      promise: "exact" (equals BPTT of the whole sequence, however it is chunked), "exact in the chunk", "biased"
+        (equals its own textbook recursion), "unbiased" (its mean over the noise equals BPTT of the whole sequence), or
+        "unbiased for the noisy network" (the noise is in the network itself; the mean is the gradient of the expected
+        loss; takes `sigma` and `q0`).
       time: per step and stream, for S state units, N preactivations and P recurrent parameters.
       memory: likewise.
       cuts: where it can cut the transition; empty if it does not.
@@ -55,7 +56,7 @@ ROWS = (
         "backpropagation through the chunk; `recompute=k` stores T/k + k states",
     ),
     Row(
-        "tbptt", tbptt, "truncated", "window P", "window S", (),
+        "tbptt", tbptt, "biased", "window P", "window S", (),
         "every loss reaches back `window` steps, also across chunks",
         MappingProxyType({"window": 3}),
         (MappingProxyType({"window": 10}),),
@@ -72,7 +73,6 @@ ROWS = (
             MappingProxyType({"groups": 4}),
             MappingProxyType({"groups": 16}),
             MappingProxyType({"immediate": "exact"}),
-            MappingProxyType({"carry": True}),
             MappingProxyType({"cut": "state"}),
         ),
     ),

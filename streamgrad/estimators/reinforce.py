@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
@@ -15,13 +14,12 @@ from streamgrad.checks import (
     check_decay,
     check_model,
     check_size,
-    check_state,
     find_cut,
-    is_traced,
     leading_length,
 )
-from streamgrad.engine.online import estimator, restart, transition
-from streamgrad.noise.shaping import Shaping, check_q0, shape_noise, shaping
+from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, transition
+from streamgrad.noise.settings import NoiseSettings, check_sigma
+from streamgrad.noise.shaping import check_q0, shape_noise, shaping
 from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
 
@@ -58,20 +56,6 @@ class ReinforceMemory(NamedTuple):
     average: Average | None
 
 
-class ReinforceShared(NamedTuple):
-    """What all streams have in common; may be replaced between updates without a new trace.
-
-    Attributes:
-      shaping: Q_0 and its inverse, or None.
-      sigma: σ; under a schedule, that of the last update.
-      updates: how many updates were made, where σ follows a schedule; None where it does not.
-    """
-
-    shaping: Shaping | None
-    sigma: Float[Array, ""]
-    updates: Int[Array, ""] | None
-
-
 def reinforce(
     model: Model,
     sigma: float | Array | Callable[[Any], Any] = 0.01,
@@ -80,7 +64,6 @@ def reinforce(
     noise: str | Noise = "gaussian",
     decay: float = 0.99,
     positions: int | None = None,
-    cut: str = "state",
 ) -> GradientEstimator:
     """REINFORCE as approximate RTRL: the state is perturbed, and what lowers the loss is reinforced (Section 9).
 
@@ -91,7 +74,7 @@ def reinforce(
     Unbiased for the *noisy* network: the mean is the gradient of the expected loss, which differs from that of the
     network without noise by O(σ²). Also `info.loss` is that of the noisy network. As σ goes to zero the estimate under
     "noise_free" becomes `uoro(cut="state", rescale="none")` under the same noise; without a baseline a term of zero
-    mean and a variance of order 1/σ² is added (`streamgrad.theory.score_variance`).
+    mean and a variance of order 1/σ² is added (`streamgrad.variance.score_variance`).
 
     | baseline b_t | what is subtracted | costs |
     |---|---|---|
@@ -108,16 +91,15 @@ def reinforce(
     Args:
       model: the model whose gradients are estimated.
       sigma: σ > 0, or a schedule in the manner of optax, `sigma(updates made) -> σ`, positive throughout.
-        `streamgrad.estimators.with_sigma` changes a σ that follows none.
+        `streamgrad.with_noise` changes a σ that follows none.
       baseline: "noise_free", "average" or "none".
       q0: Q_0, an invertible matrix `[S, S]` or diagonal `[S]` over the ravelled state; None is the identity. The noise
         has the covariance σ² Q_0 Q_0^T.
-      noise: "gaussian", "sign_gaussian", or "given" (the caller passes u in place of the key). The score is that of
+      noise: "gaussian", or "given" (the caller passes u in place of the key). The score is that of
         Gaussian noise, so that there are no signs.
       decay: of the baseline "average": the loss k steps, or with `positions` k episodes, back counts decay^k.
       positions: of the baseline "average": None, or the length of the longest episode, whose positions each have an
         average of their own. Steps beyond have none.
-      cut: always "state": the whole of it, for an LSTM h and c.
 
     Returns:
       The estimator. Its diagnostics are `baseline`, `[T]`: under "noise_free", the loss of the network without noise.
@@ -137,7 +119,6 @@ def reinforce(
       Cooijmans and Martens, On the variance of unbiased online recurrent optimization, 2019.
     """
     check_model(model)
-    check_choice("reinforce's cut", cut, ("state",))
     check_choice("baseline", baseline, BASELINES)
     check_decay(decay)
     if positions is not None:
@@ -147,7 +128,7 @@ def reinforce(
         raise ValueError(f"reinforce accumulates the score of Gaussian noise, and cannot do so for {source.name!r}.")
     schedule = sigma if callable(sigma) else None
     check_sigma("sigma" if schedule is None else "sigma(0)", sigma if schedule is None else schedule(0))
-    size = cuts.layout(model.cell, find_cut(model, cut)).size
+    size = cuts.layout(model.cell, find_cut(model, "state")).size
     check_q0(q0, size)
 
     def init(params: Params) -> EstimatorState:
@@ -164,9 +145,10 @@ def reinforce(
             nothing = jnp.zeros(positions, dtype)
             average = Average(nothing, nothing, None, jnp.zeros((), jnp.int32))
         memory = ReinforceMemory(zero, state if baseline == "noise_free" else None, average)
-        return EstimatorState(state, memory, ReinforceShared(shaping(q0, dtype), jnp.asarray(first, dtype), updates))
+        settings = NoiseSettings(shaping(q0, dtype), sigma=jnp.asarray(first, dtype), updates=updates)
+        return EstimatorState(state, memory, settings)
 
-    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
+    def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
         memory, shared = state.memory, state.shared
         length = leading_length(chunk, "time")
         if schedule is not None:
@@ -202,52 +184,13 @@ def reinforce(
             cell_grads = jax.tree.map(lambda a, b: a - old_count * b, cell_grads, memory.average.score)
             average = average._replace(score=add(2, old_alive, memory.average.score))
         new = EstimatorState(end[0], ReinforceMemory(score, end[1], average), shared)
-        return Params(cell_grads, head_grads), new, Info(loss, {"baseline": subtracted})
+        return Outcome(Params(cell_grads, head_grads), new, Info(loss, {"baseline": subtracted}))
 
     def check(chunk: Chunk, length: int, key: Any) -> None:
         del chunk, length
         source.check(key)
 
-    return estimator(model, init, parts, check=check)
-
-
-def with_sigma(state: EstimatorState, sigma: Any) -> EstimatorState:
-    """The state of `reinforce` with another σ, for the next updates; no new trace.
-
-    Args:
-      state: of an estimator without a schedule; also of a batched one, whose streams share σ.
-      sigma: σ > 0.
-
-    Returns:
-      The state. Its score stays right: what each step added to it was divided by the σ of its time.
-
-    Example:
-      >>> import jax, streamgrad as sg
-      >>> model = sg.Model(sg.cells.gru(2, 4), sg.heads.softmax(3))
-      >>> state = sg.reinforce(model, sigma=0.1).init(model.init(jax.random.key(0)))
-      >>> round(float(sg.estimators.with_sigma(state, 0.05).shared.sigma), 3)
-      0.05
-    """
-    check_state(state)
-    if not isinstance(state.shared, ReinforceShared):
-        raise ValueError("with_sigma needs a state of reinforce.")
-    if state.shared.updates is not None:
-        raise ValueError("this sigma follows a schedule, which would set it anew.")
-    dtype = state.shared.sigma.dtype
-    check_sigma("sigma", sigma, dtype)
-    return state._replace(shared=state.shared._replace(sigma=jnp.asarray(sigma, dtype)))
-
-
-def check_sigma(name: str, sigma: Any, dtype: Any = None) -> None:
-    """σ is one positive, finite number, also in `dtype`, as far as that is known."""
-    if is_traced(sigma):
-        good = sigma.shape == ()
-    else:
-        value = np.asarray(sigma)
-        good = value.shape == () and value.dtype.kind in "fiu" and bool(np.isfinite(value))
-        good = good and bool(value.astype(value.dtype if dtype is None else dtype) > 0)
-    if not good:
-        raise ValueError(f"{name} must be one positive, finite number, not {sigma!r}.")
+    return estimator(model, Algorithm(init, run, check=check))
 
 
 def _walk(
@@ -317,7 +260,7 @@ def _sum_ahead(
 
 
 def _scores(model: Model, params: Params, before: PyTree, inputs: PyTree, cotangents: Float[Array, "K T S"]) -> PyTree:
-    """Σ_t v_t^T dF/dθ at (h̄_{t-1}, x_t), for K lots of v; stacked along a leading axis."""
+    """Σ_t v_t^T dF/dθ at (h̄_{t-1}, x_t), for K vectors v at once; stacked along a leading axis."""
 
     def all_steps(cell_params: PyTree) -> Float[Array, "T S"]:
         def one(state: PyTree, x: PyTree) -> Array:

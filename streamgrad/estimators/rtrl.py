@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_model, find_cut
-from streamgrad.engine.online import online
+from streamgrad.engine.stepwise import online
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
+from streamgrad.step.weights import outer
 
 
 def rtrl(model: Model, cut: str | None = None) -> GradientEstimator:
@@ -83,5 +84,4 @@ def _immediate(step: Step, layout: cuts.Layout) -> PyTree:
     if step.features is None:
         return jax.vmap(step.backprop)(jnp.eye(layout.state_size, dtype=dtype))
     pushed = jax.vmap(step.push)(jnp.eye(layout.size, dtype=dtype))  # row i: dh_t/dz_i
-    by_matrix = jax.vmap(step.unravel)(pushed.T)  # leaves [S, rows]
-    return jax.tree.map(lambda dz, a: dz[:, :, None] * a[None, None, :], by_matrix, step.features)
+    return outer(jax.vmap(step.unravel)(pushed.T), step.features)

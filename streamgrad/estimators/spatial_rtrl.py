@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import find_cut
-from streamgrad.engine.online import online
+from streamgrad.engine.stepwise import online
 from streamgrad.estimators.rtrl import contract, empty_jacobian, propagate
-from streamgrad.noise.shaping import Shaped, Shaping, check_q0, shape_noise, shaping
+from streamgrad.noise.settings import NoiseSettings
+from streamgrad.noise.shaping import Shaped, check_q0, shape_noise, shaping
 from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
@@ -49,14 +50,14 @@ def spatial_rtrl(
     layout = cuts.layout(model.cell, vertex)
     check_q0(q0, layout.size)
 
-    def shared(params: PyTree) -> Shaping | None:
-        return shaping(q0, real_dtype(params))
+    def shared(params: PyTree) -> NoiseSettings:
+        return NoiseSettings(shaping(q0, real_dtype(params)))
 
-    def draw(shared: Shaping | None, key: Any, length: int, dtype: Any) -> Shaped:
-        return shape_noise(shared, source.draw(key, (length, layout.size), dtype))
+    def draw(shared: NoiseSettings, key: Any, length: int, dtype: Any) -> Shaped:
+        return shape_noise(shared.shaping, source.draw(key, (length, layout.size), dtype))
 
     def advance(
-        shared: Shaping | None, memory: PyTree, step: Step, noise: Shaped, dl_dstate: Array
+        shared: NoiseSettings, memory: PyTree, step: Step, noise: Shaped, dl_dstate: Array
     ) -> tuple[PyTree, dict[str, Array]]:
         del shared, dl_dstate
         pushed = step.push(noise.right)

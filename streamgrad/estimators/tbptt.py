@@ -9,7 +9,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
 from streamgrad.checks import check_model, check_size, leading_length
-from streamgrad.engine.online import estimator, restart, transition
+from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, transition
 
 
 class Past(NamedTuple):
@@ -80,7 +80,7 @@ def tbptt(model: Model, window: int) -> GradientEstimator:
         )
         return EstimatorState(state, past, ())
 
-    def parts(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
+    def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
         del key
         fresh = model.init_state(params)
         length = leading_length(chunk, "time")
@@ -100,9 +100,9 @@ def tbptt(model: Model, window: int) -> GradientEstimator:
         cell_grads = _backprop(model, params, past, credit)
         memory = jax.tree.map(lambda leaf: leaf[length:], past._replace(started=()))
         memory = memory._replace(started=jnp.ones((), bool))
-        return Params(cell_grads, head_grads), EstimatorState(end, memory, ()), Info(loss, {})
+        return Outcome(Params(cell_grads, head_grads), EstimatorState(end, memory, ()), Info(loss, {}))
 
-    return estimator(model, init, parts)
+    return estimator(model, Algorithm(init, run))
 
 
 def _append(past: Past, states: PyTree, inputs: PyTree, begins: Bool[Array, " T"]) -> Past:

@@ -1,20 +1,21 @@
 """Unbiased online recurrent optimisation, generalised: any cut, noise, rescaling, Q_0 and number of groups."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.adapt.carrying import carried_estimator, carried_rescaling, switched, until_ready, watched
-from streamgrad.adapt.choice import find_carry
-from streamgrad.base import Chunk, Cut, GradientEstimator, Influence, Model, Params, real_dtype
+from streamgrad.base import Chunk, Cut, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, find_cut
-from streamgrad.engine.factored import Factors, factored_parts, is_even, sum_factors
-from streamgrad.engine.online import Parts, estimator, online_parts, sum_over_streams
+from streamgrad.engine.estimator import Algorithm, Noisy, estimator
+from streamgrad.engine.factored import factored
+from streamgrad.engine.stepwise import stepwise
 from streamgrad.noise.groups import Groups, make_groups
 from streamgrad.noise.rescale import Rescaling, Terms, find_rescaling
-from streamgrad.noise.shaping import Shaped, Shaping, check_q0, shape_gradient, shape_noise, shaping
+from streamgrad.noise.settings import NoiseSettings
+from streamgrad.noise.shaping import Shaped, check_q0, shape_gradient, shape_noise, shaping
 from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
@@ -36,18 +37,6 @@ class UoroMemory(NamedTuple):
     rescaling: PyTree
 
 
-class UoroShared(NamedTuple):
-    """What all streams have in common; may be replaced between updates without a new trace.
-
-    Attributes:
-      shaping: Q_0 and its inverse, or None.
-      rescaling: α, `[T, G]`, or None.
-    """
-
-    shaping: Shaping | None
-    rescaling: PyTree
-
-
 def uoro(
     model: Model,
     cut: str = "preactivation",
@@ -57,7 +46,6 @@ def uoro(
     q0: Any = None,
     immediate: str = "estimated",
     form: str = "auto",
-    carry: Any = None,
 ) -> GradientEstimator:
     """Unbiased online recurrent optimisation: dh_t/dθ as a rank-one product of two vectors (Section 5).
 
@@ -68,10 +56,10 @@ def uoro(
     Args:
       model: the model whose gradients are estimated.
       cut: where noise is injected: "preactivation", "state" or "params".
-      noise: "rademacher", "gaussian", "sign_gaussian", or "given" (the caller passes u in place of the key).
+      noise: "rademacher", "gaussian", or "given" (the caller passes u in place of the key).
       rescale: "gir" (greedy iterative rescaling), "greedy" (for the variance of the total gradient; needs the loss at
-        every step and so the plain form; see `streamgrad.estimators.greedy`), "none", or α as an array `[T]` or
-        `[T, G]` over the positions of an episode; `streamgrad.estimators.given` chooses how α is split.
+        every step and so the plain form; see `streamgrad.noise.greedy`), "none", or α as an array `[T]` or
+        `[T, G]` over the positions of an episode; `streamgrad.noise.given` chooses how α is split.
       groups: G, how many blocks the preactivations are split into; each is a UORO of its own for its rows of the
         weights. Variance falls about G-fold, time grows with G. With several weight matrices each is at least a group.
       q0: Q_0, an invertible matrix `[N, N]` or diagonal `[N]`; None is the identity.
@@ -79,11 +67,10 @@ def uoro(
         estimates the past alone.
       form: how it is computed, not what: "auto" touches the cotangent once per chunk where it can (at preactivations,
         with groups of the same size in each weight matrix), "plain" at every step, as the equations stand.
-      carry: True, or `streamgrad.estimators.carried(...)`: Q_0 and α from what past windows have shown.
 
     Returns:
-      The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`, and with `carry`, as `carried`, whether what is
-      carried over was in use, `[T]`.
+      The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`. `streamgrad.with_noise` changes q0 and α in its
+      state, and `streamgrad.carried` chooses them from what past windows have shown.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
@@ -101,8 +88,7 @@ def uoro(
     """
     vertex = find_cut(model, cut)
     source = find_noise(noise)
-    chosen = find_carry(carry, cut, rescale, q0)
-    rescaling = find_rescaling(rescale) if chosen is None else carried_rescaling(chosen)
+    rescaling = find_rescaling(rescale)
     check_choice("immediate", immediate, ("estimated", "exact"))
     check_choice("form", form, ("auto", "plain"))
     layout = cuts.layout(model.cell, vertex)
@@ -110,32 +96,15 @@ def uoro(
     partition = make_groups(layout, cut, groups, q0)
     rescaling.shared(partition.count, None)  # says so now where α does not fit the groups
 
-    def check(chunk: Chunk, length: int, key: Any) -> None:
-        source.check(key)
-        check_alpha_length(rescaling, chunk, length)
-
-    fast = form == "auto" and cut == "preactivation" and not rescaling.uses_loss and is_even(partition)
-
-    def parts_with(rescaling: Rescaling) -> tuple[Any, Parts, Any]:
-        """`init`, `parts` and `total` as `estimator` takes them."""
+    def rescaled(rescaling: Rescaling) -> Algorithm:
         influence = rank_one(layout, vertex, source, rescaling, partition, q0, immediate)
-        if not fast:
-            return online_parts(model, influence if chosen is None else watched(influence))
-        begin = online_parts(model, influence)[0]
-        parts = factored_parts(
-            model, vertex, partition, rescaling, influence.draw, begin, immediate, watched=chosen is not None
-        )
-        return begin, parts, total
+        algorithm = stepwise(model, influence)
+        if form == "auto" and cut == "preactivation" and not rescaling.uses_loss and partition.even:
+            algorithm = factored(model, vertex, partition, rescaling, influence.draw, algorithm.init, immediate)
+        return algorithm._replace(check=noise_check(source, rescaling))
 
-    def total(summands: tuple[Factors, PyTree]) -> Params:
-        return Params(sum_factors(partition, summands[0]), sum_over_streams(summands[1]))
-
-    begin, parts, sum_up = parts_with(rescaling)
-    if chosen is None:
-        return estimator(model, begin, parts, sum_up, check)
-    otherwise = parts_with(until_ready(rescaling))[1] if chosen.alpha == "optimal" else None
-    parts = switched(parts, otherwise, lambda shaping, alpha: UoroShared(shaping, alpha))
-    return carried_estimator(model, partition, chosen, begin, parts, sum_up, check, groups)
+    free = cut == "preactivation" and q0 is None and rescaling.name == "gir"
+    return estimator(model, rescaled(rescaling), Noisy(partition, True, rescaled) if free else None)
 
 
 def rank_one(
@@ -169,15 +138,15 @@ def rank_one(
         remembered = rescaling.init(groups.count, tangent.dtype)
         return UoroMemory(tangent, zero, jnp.zeros(groups.count, tangent.dtype), remembered)
 
-    def shared(params: PyTree) -> UoroShared:
+    def shared(params: PyTree) -> NoiseSettings:
         dtype = real_dtype(params)
-        return UoroShared(shaping(q0, dtype), rescaling.shared(groups.count, dtype))
+        return NoiseSettings(shaping(q0, dtype), rescaling.shared(groups.count, dtype))
 
-    def draw(shared: UoroShared, key: Any, length: int, dtype: Any) -> Shaped:
+    def draw(shared: NoiseSettings, key: Any, length: int, dtype: Any) -> Shaped:
         return shape_noise(shared.shaping, source.draw(key, (length, layout.size), dtype))
 
     def advance(
-        shared: UoroShared, memory: UoroMemory, step: Step, noise: Shaped, dl_dstate: Array
+        shared: NoiseSettings, memory: UoroMemory, step: Step, noise: Shaped, dl_dstate: Array
     ) -> tuple[UoroMemory, dict[str, Array]]:
         propagated = jax.vmap(step.propagate)(memory.tangent)
         pushed = jax.vmap(step.push)(groups.split(noise.right))
@@ -192,7 +161,7 @@ def rank_one(
             dl_dz = shape_gradient(shared.shaping, step.push_back(dl_dstate))
             seen_pushed = jnp.sum(groups.split(dl_dz) ** 2, axis=1)
             terms = terms._replace(seen_propagated=(propagated @ dl_dstate) ** 2, seen_pushed=seen_pushed)
-        past, present, remembered = rescaling.coefficients(shared.rescaling, memory.rescaling, terms)
+        past, present, remembered = rescaling.coefficients(shared.alpha, memory.rescaling, terms)
         tangent = past.tangent[:, None] * propagated + present.tangent[:, None] * pushed
         cotangent = jax.tree.map(
             jnp.add,
@@ -211,7 +180,12 @@ def rank_one(
     return Influence(cut, init, advance, contract, draw, shared)
 
 
-def check_alpha_length(rescaling: Rescaling, chunk: Chunk, length: int) -> None:
-    """A given α reaches to the end of a chunk that is surely one episode."""
-    if rescaling.length is not None and chunk.reset is None and length > rescaling.length:
-        raise ValueError(f"alpha has {rescaling.length} entries, but the chunk has {length} steps and no reset.")
+def noise_check(source: Noise, rescaling: Rescaling) -> Callable[[Chunk, int, Any], None]:
+    """The check of an algorithm: the key is one for this noise, and a given α reaches to the end of an episode."""
+
+    def check(chunk: Chunk, length: int, key: Any) -> None:
+        source.check(key)
+        if rescaling.length is not None and chunk.reset is None and length > rescaling.length:
+            raise ValueError(f"alpha has {rescaling.length} entries, but the chunk has {length} steps and no reset.")
+
+    return check

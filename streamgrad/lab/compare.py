@@ -21,7 +21,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Model, Params, real_dtype
 from streamgrad.checks import check_chunk, check_key, check_size
-from streamgrad.engine.online import batched
+from streamgrad.engine.streams import batched
 from streamgrad.estimators import registry
 from streamgrad.lab.candidates import Candidate, candidates_for
 from streamgrad.noise.rescale import total_log_alpha

@@ -15,6 +15,7 @@ import numpy as np
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.checks import check_size, is_traced
 from streamgrad.step.cuts import Layout
+from streamgrad.step.weights import by_matrix, row_squares, scale_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,29 +38,30 @@ class Groups:
             return dz[None]
         return jnp.where(self.index == np.arange(self.count)[:, None], dz[None], 0)
 
-    def by_matrix(self, rows: Any) -> list[Any]:
-        """An array over all preactivations, its last axis, in one part for each weight matrix."""
-        split = np.split if isinstance(rows, np.ndarray) else jnp.split
-        return split(rows, np.cumsum(self.rows)[:-1], axis=-1)
-
     def of_matrix(self) -> list[np.ndarray]:
         """The groups that each weight matrix has rows of."""
-        return [np.unique(part) for part in self.by_matrix(self.index)]
+        return [np.unique(part) for part in by_matrix(self.index, self.rows)]
+
+    @property
+    def even(self) -> bool:
+        """Whether the groups inside each weight matrix have the same number of rows, one after the other."""
+        return all(
+            rows % len(members) == 0 and np.array_equal(index, np.repeat(members, rows // len(members)))
+            for rows, members, index in zip(self.rows, self.of_matrix(), by_matrix(self.index, self.rows), strict=True)
+        )
 
     def scale(self, cotangent: PyTree, by: Float[Array, " G"]) -> PyTree:
         """Multiply each group's rows of a cotangent by its own number."""
         if self.count == 1:
             return jax.tree.map(lambda leaf: by[0] * leaf, cotangent)
-        leaves, structure = jax.tree.flatten(cotangent)
-        scaled = [row[:, None] * leaf for row, leaf in zip(self.by_matrix(by[self.index]), leaves, strict=True)]
-        return jax.tree.unflatten(structure, scaled)
+        return scale_rows(cotangent, by[self.index])
 
     def square_norms(self, cotangent: PyTree) -> Float[Array, " G"]:
         """The squared norm of each group's rows of a cotangent."""
         leaves = jax.tree.leaves(cotangent)
         if self.count == 1:
             return jnp.reshape(sum(jnp.sum(leaf**2) for leaf in leaves), (1,))
-        by_row = jnp.concatenate([jnp.sum(leaf**2, axis=1) for leaf in leaves])
+        by_row = row_squares(cotangent)
         return jnp.zeros(self.count, by_row.dtype).at[self.index].add(by_row)
 
 

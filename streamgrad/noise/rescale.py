@@ -140,7 +140,7 @@ def greedy(decay: float = 0.9) -> Rescaling:
     Example:
       >>> import streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.softmax(2))
-      >>> est = sg.uoro(model, rescale=sg.estimators.greedy(decay=0.99))
+      >>> est = sg.uoro(model, rescale=sg.noise.greedy(decay=0.99))
     """
     check_decay(decay)
 
@@ -172,6 +172,22 @@ def greedy(decay: float = 0.9) -> Rescaling:
     return Rescaling("greedy", _nothing, init, coefficients, uses_norms=True, uses_loss=True)
 
 
+def check_alpha(alpha: Any) -> tuple[int, ...]:
+    """α is positive, for each step and perhaps group; returns its shape."""
+    try:
+        shape = np.shape(alpha)
+    except ValueError as error:
+        raise ValueError("alpha must be an array, but its rows have different lengths.") from error
+    if len(shape) not in (1, 2) or 0 in shape:
+        raise ValueError(f"alpha must have the shape [T], or [T, G] with one for each group, not {shape}.")
+    if not is_traced(alpha):
+        values = np.asarray(alpha)
+        real = np.issubdtype(values.dtype, np.floating) or np.issubdtype(values.dtype, np.integer)
+        if not real or not np.all(np.isfinite(values)) or not np.all(values > 0):
+            raise ValueError("alpha must be real, finite and positive.")
+    return shape
+
+
 def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
     """Rescaling by a given α, one for each position in the episode.
 
@@ -189,17 +205,10 @@ def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
     Example:
       >>> import jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.softmax(2))
-      >>> est = sg.uoro(model, rescale=sg.estimators.given(jnp.array([4.0, 2.0, 1.0]), gamma="one"))
+      >>> est = sg.uoro(model, rescale=sg.noise.given(jnp.array([4.0, 2.0, 1.0]), gamma="one"))
     """
     check_choice("gamma", gamma, ("geometric", "one"))
-    shape = np.shape(alpha)
-    if len(shape) not in (1, 2) or 0 in shape:
-        raise ValueError(f"alpha must have the shape [T], or [T, G] with one for each group, not {shape}.")
-    if not is_traced(alpha):
-        values = np.asarray(alpha)
-        real = np.issubdtype(values.dtype, np.floating) or np.issubdtype(values.dtype, np.integer)
-        if not real or not np.all(np.isfinite(values)) or not np.all(values > 0):
-            raise ValueError("alpha must be real, finite and positive.")
+    shape = check_alpha(alpha)
     last = shape[0] - 1
 
     def shared(groups: int, dtype: Any) -> Float[Array, "T G"]:
@@ -256,6 +265,6 @@ def find_rescaling(rescale: Any) -> Rescaling:
     if isinstance(rescale, Rescaling):
         return rescale
     if hasattr(rescale, "shape") or isinstance(rescale, list | tuple):
-        return given(rescale if hasattr(rescale, "shape") else np.asarray(rescale))
+        return given(rescale)
     check_choice("rescale (or an array of alpha)", rescale, tuple(_RESCALINGS))
     return _RESCALINGS[rescale]

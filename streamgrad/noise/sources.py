@@ -4,7 +4,6 @@
 |---|---|---|
 | rademacher | signs | -2 |
 | gaussian | standard normal | 0 |
-| sign_gaussian | τ ν: one sign per step times standard normal entries; distributed like gaussian | 0 |
 
 Total variance grows with the kurtosis (Corollary 1), so that signs are never worse, and they cost nothing.
 """
@@ -37,7 +36,7 @@ class Noise(NamedTuple):
 
 
 def _drawn_once(numbers: Array) -> Array:
-    """Without a barrier the compiler may draw a number anew wherever it is used, as often as a row has weights."""
+    """Without a barrier the compiler may draw a number again wherever it is used, as often as a row has weights."""
     return jax.lax.optimization_barrier(numbers)
 
 
@@ -47,12 +46,6 @@ def _signs(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     words = _drawn_once(jax.random.bits(key, (-(-size // 32),), jnp.uint32))
     bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None]) & 1
     return 2 * bits.reshape(-1)[:size].reshape(shape).astype(dtype) - 1
-
-
-def _sign_gaussian(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    sign_key, normal_key = jax.random.split(key)
-    signs = _signs(sign_key, shape[:1] + (1,) * (len(shape) - 1), dtype)
-    return _drawn_once(signs * jax.random.normal(normal_key, shape, dtype))
 
 
 def _gaussian(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -75,7 +68,6 @@ _NOISES = {
     for noise in (
         Noise("gaussian", _gaussian, 0.0),
         Noise("rademacher", _signs, -2.0),
-        Noise("sign_gaussian", _sign_gaussian, 0.0),
         # The caller passes the noise in place of the key: to enumerate sign patterns, or to compare two estimators
         # under the same noise.
         Noise("given", _given, 0.0, _check_given),

@@ -17,6 +17,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Cut
 from streamgrad.checks import check_same_state
+from streamgrad.step.weights import outer, rows_of
 
 
 def state_cut(step: Callable[[PyTree, PyTree, PyTree], PyTree]) -> Cut:
@@ -72,7 +73,7 @@ def layout(cell: Cell, cut: Cut) -> Layout:
     elif cut.name == "params":
         rows = (sum(leaf.size for leaf in jax.tree.leaves(params)),)
     else:  # a row of a weight matrix makes a preactivation
-        rows = tuple(leaf.shape[0] for leaf in jax.tree.leaves(params))
+        rows = rows_of(params)
     return Layout(sum(rows), state_size, rows)
 
 
@@ -146,7 +147,7 @@ def linearise(cut: Cut, params: PyTree, state: PyTree, x: PyTree) -> Step:
 
     def pull(v: Float[Array, " N"]) -> PyTree:
         if features is not None:
-            return jax.tree.map(jnp.outer, unravel_z(v), features)
+            return outer(unravel_z(v), features)
         _, vjp = jax.vjp(lambda params: ravel_pytree(cut.into(params, state, x))[0].astype(v.dtype), params)
         return vjp(v)[0]
 

@@ -1,11 +1,18 @@
-"""Gradients of weight matrices as sums of outer products, kept as factors until they can be summed at once."""
+"""How parameter leaves, rows of weights and features correspond. No other file looks at the shape of a leaf.
 
-from typing import NamedTuple
+A leaf is a weight matrix W `[rows, A]`. Its rows make preactivations z = W a, and the rows of all matrices, one after
+the other in the order of the leaves, are the N entries of the ravelled z. A gradient of the weights is a sum of outer
+products of a vector over rows and one over features, which is kept in these factors until it can be summed at once.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from streamgrad._typing import PyTree
+from streamgrad._typing import Array, Float, PyTree
 
 
 class Outer(NamedTuple):
@@ -20,7 +27,50 @@ class Outer(NamedTuple):
     right: PyTree
 
 
-def sum_outer(outer: Outer) -> PyTree:
+def rows_of(params: PyTree) -> tuple[int, ...]:
+    """How many rows each weight matrix has."""
+    return tuple(leaf.shape[0] for leaf in jax.tree.leaves(params))
+
+
+def by_matrix(rows: Any, counts: Sequence[int]) -> list[Any]:
+    """An array over all preactivations, its last axis, in one part for each weight matrix.
+
+    Example:
+      >>> [part.tolist() for part in by_matrix(np.arange(5), (2, 3))]
+      [[0, 1], [2, 3, 4]]
+    """
+    split = np.split if isinstance(rows, np.ndarray) else jnp.split
+    return split(rows, np.cumsum(counts)[:-1], axis=-1)
+
+
+def like_params(params: PyTree, rows: Float[Array, "*any N"]) -> PyTree:
+    """An array over all preactivations, in the structure of the parameters."""
+    return jax.tree.unflatten(jax.tree.structure(params), by_matrix(rows, rows_of(params)))
+
+
+def zero_rows(params: PyTree, length: int) -> PyTree:
+    """Zeros over time and rows, `[length, rows]` for each weight matrix."""
+    return jax.tree.map(lambda w: jnp.zeros((length, w.shape[0]), w.dtype), params)
+
+
+def zero_features(params: PyTree) -> PyTree:
+    """Zeros over the features of each weight matrix."""
+    return jax.tree.map(lambda w: jnp.zeros_like(w[0]), params)
+
+
+def outer(left: PyTree, right: PyTree) -> PyTree:
+    """left right^T for each weight matrix, with any leading axes of `left`.
+
+    Written out, to be added on the fly: as a product of matrices it would be made first.
+    """
+
+    def one(left: Float[Array, "*any rows"], right: Float[Array, " A"]) -> Float[Array, "*any rows A"]:
+        return left[..., None] * right.reshape((1,) * left.ndim + right.shape)
+
+    return jax.tree.map(one, left, right)
+
+
+def sum_outer(factors: Outer) -> PyTree:
     """Σ left right^T over streams and time, the two leading axes, as one matrix product for each matrix.
 
     Example:
@@ -28,4 +78,48 @@ def sum_outer(outer: Outer) -> PyTree:
       >>> sum_outer(Outer({"w": jnp.ones((2, 5, 3))}, {"w": jnp.ones((2, 5, 4))}))["w"].tolist()[0]
       [10.0, 10.0, 10.0, 10.0]
     """
-    return jax.tree.map(lambda left, right: jnp.einsum("btn,bta->na", left, right), outer.left, outer.right)
+    return jax.tree.map(lambda left, right: jnp.einsum("btn,bta->na", left, right), factors.left, factors.right)
+
+
+def add_outer(weights: PyTree, left: list[Array], features: list[Array]) -> PyTree:
+    """W + Σ_t left_t features_t^T, for each weight matrix; `[T, rows]` and `[T, A]`."""
+    leaves, structure = jax.tree.flatten(weights)
+    added = [jnp.einsum("tn,ta->na", v, a) for v, a in zip(left, features, strict=True)]
+    return jax.tree.unflatten(structure, [a + w for a, w in zip(added, leaves, strict=True)])
+
+
+def scale_rows(weights: PyTree, by: Float[Array, " N"]) -> PyTree:
+    """Multiply each row of the weights by its own number."""
+    leaves, structure = jax.tree.flatten(weights)
+    scaled = [row[:, None] * leaf for row, leaf in zip(by_matrix(by, rows_of(weights)), leaves, strict=True)]
+    return jax.tree.unflatten(structure, scaled)
+
+
+def row_squares(weights: PyTree) -> Float[Array, " N"]:
+    """The squared norm of each row of the weights."""
+    return jnp.concatenate([jnp.sum(leaf**2, axis=1) for leaf in jax.tree.leaves(weights)])
+
+
+def sum_blocks(weights: PyTree, by: list[Array]) -> PyTree:
+    """Σ over streams of weights whose blocks of rows each have a number of their own.
+
+    Args:
+      weights: leaves `[B, rows, A]`.
+      by: for each matrix a number for every stream and block, `[B, g]`; its blocks have the same number of rows.
+
+    Returns:
+      The sum, like the parameters.
+    """
+    leaves, structure = jax.tree.flatten(weights)
+    sums = []
+    for leaf, numbers in zip(leaves, by, strict=True):
+        blocks = leaf.reshape(*numbers.shape, -1)  # a block's rows are one number times one long vector
+        sums.append(jnp.einsum("bg,bgr->gr", numbers, blocks).reshape(leaf.shape[1:]))
+    return jax.tree.unflatten(structure, sums)
+
+
+def project_blocks(left: list[Array], weights: PyTree) -> list[Array]:
+    """left^T W for every block of rows, for each weight matrix: `[g, T, n]` to `[g, T, A]`."""
+    return [
+        v @ w.reshape(v.shape[0], v.shape[2], w.shape[1]) for v, w in zip(left, jax.tree.leaves(weights), strict=True)
+    ]

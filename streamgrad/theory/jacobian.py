@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Model, Params
 from streamgrad.checks import check_chunk, find_cut
-from streamgrad.engine.online import restart
+from streamgrad.engine.estimator import restart
 from streamgrad.step import cuts
 from streamgrad.step.cuts import linearise
 from streamgrad.theory.shaping import make_alpha

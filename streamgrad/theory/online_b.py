@@ -18,7 +18,7 @@ import numpy as np
 from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, Model, Params, real_dtype
 from streamgrad.checks import check_choice, check_chunk, find_cut
-from streamgrad.engine.online import restart
+from streamgrad.engine.estimator import restart
 from streamgrad.noise.groups import Groups, make_groups
 from streamgrad.noise.rescale import balance
 from streamgrad.noise.sources import find_noise

@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, Model, Params
 from streamgrad.checks import check_chunk, check_like, check_model, check_params, check_size, find_cut
-from streamgrad.engine.online import restart
+from streamgrad.engine.estimator import restart
 from streamgrad.step import cuts
 
 # Wide enough for a matrix product to be worth its name, and narrow enough to skip most of what causality makes zero.

@@ -150,7 +150,7 @@ def prepare(options: Options, task: "Task", key: Any) -> "tuple[Model, Params, C
 
     from streamgrad import cells
     from streamgrad.base import Chunk, Model
-    from streamgrad.engine.online import batched
+    from streamgrad.engine.streams import batched
     from streamgrad.estimators.bptt import bptt
     from streamgrad.lab.train.loop import begin, run, training_step
 

@@ -84,7 +84,7 @@ class Options:
 def main(options: Options) -> int:
     """Train, and say what came of it; a run that has learnt nothing in any seed has failed."""
     from streamgrad.checks import check_size
-    from streamgrad.engine.online import batched
+    from streamgrad.engine.streams import batched
     from streamgrad.estimators.registry import REGISTRY
     from streamgrad.lab.train import Plan, train
     from streamgrad.lab.train.progress import showing

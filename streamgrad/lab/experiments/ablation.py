@@ -22,7 +22,7 @@ import optax
 
 from streamgrad.base import GradientEstimator, Model
 from streamgrad.cells import lstm
-from streamgrad.engine.online import batched
+from streamgrad.engine.streams import batched
 from streamgrad.estimators import preuoro, rtrl, spatial_rtrl, uoro
 from streamgrad.lab.experiments.base import Claim, Experiment, Progress, Section, Table
 from streamgrad.lab.experiments.evidence import judge, log_ratio, show_ratio

@@ -13,7 +13,7 @@ from streamgrad._typing import Array, PyTree
 from streamgrad.adapt.carrying import make_learner
 from streamgrad.adapt.choice import Carry
 from streamgrad.base import Chunk, EstimatorState, Info, Model, Params
-from streamgrad.engine.online import restart, transition
+from streamgrad.engine.estimator import restart, transition
 from streamgrad.estimators.uoro import UoroShared
 from streamgrad.noise.groups import make_groups
 from streamgrad.noise.shaping import Shaping

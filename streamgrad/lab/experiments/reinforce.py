@@ -28,7 +28,8 @@ from streamgrad import cells, heads
 from streamgrad import theory as variance
 from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, Model, Params
-from streamgrad.engine.online import batched, transition
+from streamgrad.engine.estimator import transition
+from streamgrad.engine.streams import batched
 from streamgrad.estimators import Shaping, bptt, reinforce, shaping, uoro, with_sigma
 from streamgrad.lab.experiments.base import Experiment, Progress
 from streamgrad.lab.experiments.reinforce_report import sections

@@ -1,0 +1,280 @@
+"""What past windows tell: statistics gathered while streams run, and Q_0 and α solved from them.
+
+After each update `learn` looks back over a window of the streams it watches. What it finds is not used before the next
+window; which stream is watched, and from which step the reverse pass starts, go by turns.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from streamgrad._typing import Array, Bool, Float, Int, PyTree
+from streamgrad.adapt.averages import Averages, CarriedShared, Gathered, all_finite, solve
+from streamgrad.adapt.window import Back, Window, estimate_b, estimate_c, go_back
+from streamgrad.base import Chunk, EstimatorState, Model, Params, real_dtype
+from streamgrad.engine.estimator import Outcome
+from streamgrad.noise.groups import Groups
+from streamgrad.noise.rescale import total_log_alpha
+from streamgrad.noise.shaping import Shaping
+from streamgrad.step import cuts
+from streamgrad.theory.online_b import draw_b_noise
+from streamgrad.theory.online_b import estimate_b as estimate_b_online
+from streamgrad.theory.shaping import Spatial
+
+# An α that is carried over does not look at the two factors. A tangent this many times as large as GIR would make it,
+# or as small, comes of an α that has outlived its dynamics; GIR brings it back.
+_LARGEST_IMBALANCE = 100.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """What a user chooses; see `carried`, which checks it."""
+
+    episode: int | None
+    window: int
+    decay: float
+    damping: float
+    refresh: int
+    streams: int | None
+    least: int | None
+    q0: str
+    alpha: str
+    statistics: str
+
+    @property
+    def passes(self) -> int:
+        """How many reverse passes must have been made before their averages are used."""
+        if self.least is not None:
+            return self.least
+        return 16 if self.episode is None else max(16, self.episode)
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """The statistics at the beginning, `init(params)`, and what each update adds to them, `learn`.
+
+    Attributes:
+      model: the model, with preactivations.
+      groups: the partition of its preactivations; each group has its own block of Q_0 and its own α.
+      carry: the user's choice.
+    """
+
+    model: Model
+    groups: Groups
+    carry: Carry
+
+    def __post_init__(self) -> None:
+        if self.carry.episode is None and self.model.cell.example_input is None:
+            raise ValueError("carried on streams must know what an input looks like: give the cell an example_input.")
+
+    @property
+    def optimal(self) -> bool:
+        """Whether α is carried over, too."""
+        return self.carry.alpha == "optimal"
+
+    def init(self, params: Params) -> CarriedShared:
+        """Nothing is known yet: the identity, and an α of 1."""
+        dtype, size, count, length = (
+            real_dtype(params.cell),
+            len(self.groups.index),
+            self.groups.count,
+            self.carry.episode,
+        )
+        averages, alpha, shaping, gathered = Averages(jnp.zeros((), dtype)), None, None, None
+        if self.carry.q0 != "none":
+            one = jnp.eye(size, dtype=dtype) if self.carry.q0 == "full" else jnp.ones(size, dtype)
+            shaping, averages = Shaping(one, one), averages._replace(b=jnp.zeros_like(one))
+        if self.optimal:
+            assert length is not None
+            alpha, each = jnp.ones((length, count), dtype), jnp.zeros(length, dtype)
+            averages = averages._replace(c=jnp.zeros((length, length, count), dtype), visits=each, steps=each)
+        if length is None and self.carry.streams is not None:
+            gathered = self._empty_window(dtype, self.carry.streams)
+        no, none = jnp.zeros((), bool), jnp.zeros((), jnp.int32)
+        shared = CarriedShared(shaping, alpha, no, no, none, none, averages, gathered)
+        # Every array for itself, since a training loop may donate them.
+        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), shared)
+
+    def _empty_window(self, dtype: Any, watched: int) -> Gathered:
+        steps = (watched, self.carry.window)
+        inputs = jax.tree.map(
+            lambda x: jnp.zeros((*steps, *x.shape), _stored(x.dtype, dtype)), self.model.cell.example_input
+        )
+        state_size = cuts.layout(self.model.cell, self.model.cell.cuts["preactivation"]).state_size
+        vectors = jnp.zeros((*steps, state_size), dtype)
+        window = Window(vectors, inputs, vectors, jnp.zeros(steps, bool))
+        return Gathered(window, jnp.ones((*steps, 2, self.groups.count), dtype), jnp.zeros((), jnp.int32))
+
+    def _spatial(self, shaping: Shaping | None) -> Spatial:
+        return (
+            Spatial(self.groups, None, None) if shaping is None else Spatial(self.groups, shaping.q0, shaping.inverse)
+        )
+
+    def _log_alpha_of(self, shared: CarriedShared, scales: Float[Array, "T 2 G"], position: Array | None) -> Array:
+        """log α of a window: what is carried over, or what the estimator used."""
+        if not self.optimal:
+            return total_log_alpha(scales[:, 0], scales[:, 1])
+        assert shared.alpha is not None and position is not None
+        return jnp.log(shared.alpha)[position]
+
+    def _statistics(self, params: Params, shared: CarriedShared, turn: Array, filled: Any, watched: tuple) -> Averages:
+        """What one window of one stream adds."""
+        window, scales, position, chunk = watched
+        log_alpha = self._log_alpha_of(shared, scales, position)
+        found = Averages(jnp.ones((), log_alpha.dtype))
+        if self.carry.statistics == "appendix_f":
+            # Not from the caller's key, which the gradient's noise comes from.
+            noise = draw_b_noise(
+                jax.random.fold_in(jax.random.key(0), turn), len(scales), len(self.groups.index), log_alpha.dtype
+            )
+            b = estimate_b_online(self.model, params, chunk, noise, jnp.exp(log_alpha), self.groups.count).b
+            found = found._replace(b=jnp.diagonal(b) if self.carry.q0 == "diagonal" else b)
+        if not self.optimal and self.carry.statistics != "reverse":
+            return found
+        back = go_back(self.model, params, self.groups, window, in_turns(turn, len(scales), filled), filled)
+        if self.carry.q0 != "none" and self.carry.statistics == "reverse":
+            found = found._replace(b=estimate_b(self.groups, back, log_alpha, self.carry.q0 == "diagonal"))
+        return found if position is None else self._by_position(found, shared, back, position)
+
+    def _by_position(self, found: Averages, shared: CarriedShared, back: Back, position: Int[Array, " T"]) -> Averages:
+        assert self.carry.episode is not None
+        c = estimate_c(self._spatial(shared.shaping), back)
+        at = position[back.start]
+        total = jnp.zeros((self.carry.episode, self.carry.episode, self.groups.count), c.row.dtype)
+        total = total.at[position[:, None], position[None, :]].add(c.known)
+        total = total.at[at, position].add(back.length * c.row)
+        each = jnp.zeros(self.carry.episode, c.row.dtype)
+        return found._replace(c=total, visits=each.at[at].add(back.length), steps=each.at[position].add(1))
+
+    def _observe(self, params: Params, shared: CarriedShared, watched: tuple, filled: Any) -> CarriedShared:
+        """Add windows of all watched streams to the averages; every few windows solve for Q_0 and α."""
+        many = jax.tree.leaves(watched)[0].shape[0]
+        turns = shared.windows * many + jnp.arange(many)
+        found = jax.vmap(lambda turn, one: self._statistics(params, shared, turn, filled, one))(turns, watched)
+        found = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), found)
+        good = all_finite(found)  # a window that is not is left out: an average would never recover
+        averages = jax.tree.map(
+            lambda old, new: jnp.where(good, self.carry.decay * old + (1 - self.carry.decay) * new, old),
+            shared.averages,
+            found,
+        )
+        windows, passes = shared.windows + 1, jnp.minimum(shared.passes + jnp.where(good, many, 0), 1 << 20)
+        shared = shared._replace(averages=averages, windows=windows, passes=passes)
+        old_enough = passes >= self.carry.passes
+        due = old_enough & ((windows % self.carry.refresh == 0) | (passes < self.carry.passes + many))
+        return jax.lax.cond(
+            due, functools.partial(solve, self.groups, self.carry.damping), lambda shared: shared, shared
+        )
+
+    def learn(self, params: Params, before: EstimatorState, outcome: Outcome, chunk: Chunk) -> CarriedShared:
+        """The statistics after a chunk of all streams; as in `streamgrad.engine.estimator.Algorithm`."""
+        shared, info = before.shared, outcome.info
+        assert outcome.seen is not None
+        batch, steps = info.loss.shape
+        many = min(self.carry.streams or batch, batch)
+        which = (shared.windows % batch * many + jnp.arange(many)) % batch
+
+        def take(tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda leaf: leaf[which], tree)
+
+        reset = jnp.zeros((many, steps), bool) if chunk.reset is None else chunk.reset[which]
+        fresh = ravel_pytree(self.model.init_state(params))[0]
+        first = jax.vmap(lambda cell: ravel_pytree(cell)[0])(take(before.cell))
+        earlier = jnp.concatenate([first[:, None], take(outcome.seen.state)[:, :-1]], axis=1)
+        earlier = jnp.where(reset[:, :, None], fresh[None, None], earlier)
+        window = Window(earlier, take(chunk.inputs), take(outcome.seen.dl_dstate), reset)
+        scales = jnp.stack([take(info.diagnostics["gamma"]), take(info.diagnostics["beta"])], axis=2)
+        if self.carry.episode is not None:
+            position = None
+            if self.optimal:
+                position = jax.vmap(_positions, in_axes=(0, 0, None))(
+                    take(before.memory.rescaling), reset, self.carry.episode
+                )
+            shared = self._observe(params, shared, (window, scales, position, take(chunk)), steps)
+        else:
+            shared = self._gather(params, shared, window, scales)
+        calm = balanced(outcome.state.memory) if self.optimal else jnp.ones((), bool)
+        return shared._replace(ready=shared.solved & calm)
+
+    def _gather(self, params: Params, shared: CarriedShared, window: Window, scales: Array) -> CarriedShared:
+        """Fill the window; look back once it is full."""
+        many, steps = scales.shape[:2]
+        if steps >= self.carry.window:
+            whole = jax.tree.map(lambda leaf: leaf[:, : self.carry.window], (window, scales))
+            return self._observe(params, shared, (*whole, None, None), self.carry.window)
+        before = shared.gathered
+        if before is None:
+            raise ValueError(
+                f"to watch all streams, streams=None, chunks must be at least as long as the window, "
+                f"{self.carry.window} steps, not {steps}: give a number of streams, or a shorter window."
+            )
+        # Chunks of another length than before may not fit: then it begins again.
+        at = jnp.where(before.filled + steps > self.carry.window, 0, before.filled)
+
+        def write(old: Array, new: Array) -> Array:
+            # What is left of the window before must not be looked back from.
+            old = old[:many]
+            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, axis=1)
+
+        kept = before.window._replace(dl_dstate=jnp.where(at == 0, 0, before.window.dl_dstate))
+        filled, (window, scales) = at + steps, jax.tree.map(write, (kept, before.scales), (window, scales))
+        full = filled + steps > self.carry.window
+
+        def look_back(shared: CarriedShared) -> CarriedShared:
+            return self._observe(params, shared, (window, scales, None, None), filled)
+
+        shared = jax.lax.cond(full, look_back, lambda shared: shared, shared)
+        window, scales = jax.tree.map(
+            lambda new, old: jnp.concatenate([new, old[many:]]), (window, scales), (before.window, before.scales)
+        )
+        return shared._replace(gathered=Gathered(window, scales, jnp.where(full, 0, filled)))
+
+
+def in_turns(turn: Int[Array, ""], size: int, filled: Any) -> Int[Array, ""]:
+    """The step q of the reverse pass of that number: every filled step once, in leaps of the golden ratio.
+
+    Args:
+      turn: the pass's number.
+      size: steps of the window.
+      filled: how many of them there are; q stays below.
+
+    Returns:
+      q.
+
+    Example:
+      >>> [int(in_turns(turn, 8, 5)) for turn in jnp.arange(6)]
+      [0, 3, 1, 4, 2, 0]
+    """
+    strides = [next(n for n in range(max(1, round(k / 1.618)), k + 2) if np.gcd(n, k) == 1) for k in range(1, size + 1)]
+    stride = jnp.asarray(strides, jnp.int32)[filled - 1]
+    return jnp.asarray((turn % filled) * stride % filled, jnp.int32)
+
+
+def _positions(start: Int[Array, ""], reset: Bool[Array, " T"], length: int) -> Int[Array, " T"]:
+    """Positions in the episode, of which the last counts for all beyond."""
+    t = jnp.arange(reset.shape[0])
+    begun = jax.lax.cummax(jnp.where(reset, t, -1))
+    return jnp.minimum(jnp.where(begun >= 0, t - begun, start + t), length - 1)
+
+
+def balanced(memory: Any) -> Bool[Array, ""]:
+    """Whether in every stream tangent and cotangent are within a factor of what GIR would make of them."""
+
+    def square(tree: PyTree) -> Float[Array, " B"]:
+        return sum((jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(tree)), jnp.zeros(()))
+
+    # GIR's tangent has the norm sqrt(‖h̃‖ ‖w̃‖), of which ‖h̃‖ is sqrt(‖h̃‖ / ‖w̃‖) times as large.
+    tangent, cotangent = square(memory.tangent), square(memory.cotangent)
+    limit = jnp.asarray(_LARGEST_IMBALANCE, tangent.dtype) ** 2
+    apart = jnp.sqrt(tangent) / jnp.sqrt(jnp.where(cotangent > 0, cotangent, 1))
+    empty = (tangent == 0) | (cotangent == 0)
+    return jnp.all(empty | ((apart < limit) & (apart > 1 / limit)))
+
+
+def _stored(dtype: Any, real: Any) -> Any:
+    return real if jnp.issubdtype(dtype, jnp.floating) else dtype

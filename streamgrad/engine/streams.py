@@ -1,0 +1,67 @@
+"""Many streams at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from streamgrad._typing import Array
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
+from streamgrad.checks import check_batch, check_estimator, check_size, once_per_shape
+from streamgrad.engine.estimator import STREAMS, Engine, Result
+from streamgrad.keys import one_key_per_stream
+
+
+def batched(est: GradientEstimator, batch_size: int) -> GradientEstimator:
+    """Run an estimator on many streams at once: the mean of their gradients, each with its own noise.
+
+    Args:
+      est: an estimator for one stream.
+      batch_size: B, the number of streams.
+
+    Returns:
+      The same record. `state` and `chunk` gain a leading batch axis (`inputs[B, T, ...]`), and so does `info`; what
+      the streams share (`state.shared`) does not. `key` is one key, which is split, or one for each stream.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.softmax(2))
+      >>> params = model.init(jax.random.key(0))
+      >>> est = sg.batched(sg.uoro(model), 4)
+      >>> chunk = sg.Chunk(jnp.ones((4, 5, 2)), jnp.zeros((4, 5), int))
+      >>> grads, state, info = est.update(params, est.init(params), chunk, jax.random.key(1))
+      >>> info.loss.shape
+      (4, 5)
+    """
+    check_estimator(est)
+    check_size(batch_size=batch_size)
+    run = est.streams if isinstance(est, Engine) else _mean_of_streams(est)
+
+    def init(params: Params) -> EstimatorState:
+        one = est.init(params)
+
+        def repeat(leaf: Array) -> Array:
+            return jnp.repeat(leaf[None], batch_size, axis=0)
+
+        return EstimatorState(jax.tree.map(repeat, one.cell), jax.tree.map(repeat, one.memory), one.shared)
+
+    check = once_per_shape(lambda state, chunk: check_batch(state, chunk, batch_size))
+
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
+        check(state, chunk)
+        return run(params, state, chunk, one_key_per_stream(key, batch_size))
+
+    return GradientEstimator(init, update)
+
+
+def _mean_of_streams(est: GradientEstimator) -> Callable[[Params, EstimatorState, Chunk, Any], Result]:
+    """`update` for a batch of streams, for an estimator from elsewhere."""
+
+    @jax.jit
+    def run(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
+        many = jax.vmap(est.update, in_axes=(None, STREAMS, 0, 0), out_axes=(0, STREAMS, 0))
+        grads, state, info = many(params, state, chunk, keys)
+        return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads), state, info
+
+    return run
