@@ -314,12 +314,12 @@ def test_garbage_past_the_checkpoint_is_dropped_and_said(unbroken, tmp_path, cap
     assert "metrics.csv: what followed the checkpoint's rows was no row" in caplog.text
 
 
-CALLS = {"uoro": ("vanilla", "uoro"), "rtrl": ("gru", "rtrl"), "preuoro": ("lstm", "preuoro")}
+CALLS = [("vanilla", "uoro")]
+CALLS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in (("gru", "rtrl"), ("lstm", "preuoro"))]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_numbers_do_not_depend_on_the_length_of_calls(name, tmp_path, monkeypatch):
-    cell, estimator = CALLS[name]
+@pytest.mark.parametrize(("cell", "estimator"), CALLS)
+def test_numbers_do_not_depend_on_the_length_of_calls(cell, estimator, tmp_path, monkeypatch):
     task = find_task("queue", delay=2, batch_size=3, length=2)
     model = sg.Model(getattr(sg.cells, cell)(task.n_in, 3), task.head)
     batch = sg.batched(getattr(sg, estimator)(model), 3)

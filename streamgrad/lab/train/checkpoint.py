@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from streamgrad import interrupts
 from streamgrad._typing import PyTree
 
 KEPT = 2
@@ -38,7 +39,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path):
         try:
-            with _quiet():
+            with _apart():
                 import orbax.checkpoint as orbax
         except ImportError as error:
             raise ValueError(
@@ -51,7 +52,7 @@ class Checkpoints:
         """Store a state; it appears at once and whole, and older ones go after that."""
         leaves = {name: np.asarray(leaf) for name, leaf in _by_name(state).items() if leaf.size}
         old = steps(self.folder)
-        with _quiet():
+        with _apart():
             self._orbax.save(self.folder / str(step), leaves | {_SUM: _checksum(leaves)}, force=True)
         # Those past this step are damaged: the run went on from one before them.
         earlier = [other for other in old if other < step][-(KEPT - 1) :]
@@ -96,7 +97,7 @@ class Checkpoints:
         """The leaves of that step by their path in the state, all but empty ones; `Unreadable` where it is damaged."""
         where = self.folder / str(step)
         try:
-            with _quiet():
+            with _apart():
                 found = {name: np.asarray(leaf) for name, leaf in self._orbax.restore(where).items()}
             stored = int(found.pop(_SUM))
         except Exception as error:  # orbax and its storage have many
@@ -120,13 +121,13 @@ def _checksum(leaves: dict[str, np.ndarray]) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without orbax's own warnings, which are about matters that a user has no hand in."""
+def _apart() -> Iterator[None]:
+    """Around orbax: without its warnings, of which a user can mend nothing, and without a Ctrl-C in its event loop."""
     absl = logging.getLogger("absl")
     level = absl.level
     absl.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with interrupts.hold(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -84,7 +84,7 @@ def _rebuild(folder: Path, described: dict[str, Any], data: Path | str | None) -
     except ImportError as error:
         raise ValueError('this needs the command line\'s extra: pip install "streamgrad[cli]".') from error
     try:
-        lists = {name: tuple(value) for name, value in described.items() if isinstance(value, list)}
+        lists: dict[str, Any] = {name: tuple(value) for name, value in described.items() if isinstance(value, list)}
         options = Options(folder, data=None if data is None else Path(data), **(described | lists))
     except TypeError as error:
         raise ValueError(f"the run in {folder} was not begun by `streamgrad train`.") from error
