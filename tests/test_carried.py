@@ -265,7 +265,6 @@ def test_appendix_f():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda m: sg.carried(m), "GradientEstimator"),
         (lambda m: sg.carried(sg.rtrl(m)), "carried needs uoro"),
         (lambda m: sg.carried(sg.batched(sg.uoro(m), 2)), "for one stream"),
         (lambda m: sg.carried(sg.carried(sg.uoro(m))), "by itself"),
