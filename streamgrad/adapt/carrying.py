@@ -152,7 +152,7 @@ def make_learner(
       asked: how many groups the user asked for.
 
     Returns:
-      `init(params)` and `learn` as `engine.online.estimator` takes it. The parts must leave the states and the gradients
+      `init(params)`, and `learn` as `engine.online` takes it. The parts must leave the states and the gradients
       of the losses with respect to them among their diagnostics, as "state" and "dl_dstate".
     """
     size, count = len(groups.index), groups.count

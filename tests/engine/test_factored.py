@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
-from streamgrad.estimators import factored
+from streamgrad.engine import factored
 from tests.tools import cut_size, error, make_chunk, make_model, make_params, random_alpha, split
 
 # Longer than a block of GIR (16 steps for so few rows), and no multiple of it nor of the few steps inside.

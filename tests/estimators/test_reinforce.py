@@ -17,7 +17,7 @@ from streamgrad.estimators import find_noise, with_sigma
 from streamgrad.lab.experiments import find_experiment
 from streamgrad.lab.tasks.base import Task
 from streamgrad.lab.train import loop
-from tests import oracle
+from tests.reference import estimators as oracle
 from tests.tools import (
     cut_size,
     error,

@@ -14,7 +14,7 @@ import pytest
 
 from streamgrad.lab.train.checkpoint import steps
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 START = """
 import sys, time
 from streamgrad.lab import interrupts

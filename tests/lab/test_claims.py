@@ -4,7 +4,7 @@ from pathlib import Path
 
 from streamgrad.lab.experiments import ablation, carried_report, variance, variance_report
 
-RESULTS = Path(__file__).parent.parent / "experiments" / "results" / "paper"
+RESULTS = Path(__file__).parents[2] / "experiments" / "results" / "paper"
 
 
 def recorded(name):
