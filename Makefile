@@ -48,4 +48,4 @@ clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
 
 table: setup
-	$(BIN)/python -m tests.test_readme
+	$(BIN)/python -m tests.docs.test_readme

@@ -1,7 +1,9 @@
 """What the tests share: small models, data for them, and exact means over sign patterns."""
 
 import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,14 @@ import scipy.linalg
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
+
+ROOT = Path(__file__).parent.parent
+
+
+def code_blocks(path: Path) -> list[str]:
+    """The Python examples of a page."""
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [re.sub(r"^   ", "", block, flags=re.MULTILINE) if block.startswith("   ") else block for block in blocks]
 
 
 def nested_cell() -> sg.Cell:

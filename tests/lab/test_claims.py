@@ -1,10 +1,9 @@
 """The paper's claims, asserted over the recorded runs of the `paper` preset (experiments/results/paper)."""
 
-from pathlib import Path
-
 from streamgrad.lab.experiments import ablation, carried_report, variance, variance_report
+from tests.tools import ROOT
 
-RESULTS = Path(__file__).parent.parent / "experiments" / "results" / "paper"
+RESULTS = ROOT / "experiments" / "results" / "paper"
 
 
 def recorded(name):

@@ -11,7 +11,8 @@ from jax.flatten_util import ravel_pytree
 import streamgrad as sg
 from streamgrad.noise.groups import make_groups
 from streamgrad.theory.objective import dense_jacobian
-from tests import textbook, tools
+from tests import tools
+from tests.reference import theory as textbook
 
 LENGTH = 3
 # Cell, inputs and hidden units; all have four preactivations, so that 2^12 patterns are all there are.

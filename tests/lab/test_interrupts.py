@@ -8,13 +8,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
 from streamgrad.lab.train.checkpoint import steps
+from tests.tools import ROOT
 
-ROOT = Path(__file__).parent.parent
 START = """
 import sys, time
 from streamgrad.lab import interrupts

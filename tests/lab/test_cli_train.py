@@ -15,8 +15,8 @@ import pytest
 
 from streamgrad.lab.cli.main import COMMANDS, main
 from streamgrad.lab.train import read_metrics
+from tests.tools import ROOT
 
-ROOT = Path(__file__).parent.parent
 TRAIN = ["--task", "queue", "--task-options", "delay=1", "--batch-size", "2", "--length", "2", "--cell", "vanilla"]
 TRAIN += ["--hidden", "2", "--updates", "160", "--every", "2", "--checkpoint-every", "2", "--seeds", "2"]
 

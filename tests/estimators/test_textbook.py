@@ -9,7 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
-from tests import oracle
+from tests.reference import estimators as oracle
 from tests.tools import cut_size, make_chunk, make_model, make_params, random_alpha, random_q0, run
 
 T = 4

@@ -7,7 +7,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
-from tests import oracle
+from tests.reference import estimators as oracle
 from tests.tools import bptt, error, make_chunk, make_model, make_params, run, split
 
 CELL_CUTS = [

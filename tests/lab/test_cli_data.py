@@ -8,7 +8,7 @@ import sklearn.datasets
 
 from streamgrad.lab.cli.main import main
 from streamgrad.lab.tasks import find_task, mnist
-from tests.test_tasks import idx, small_mnist  # noqa: F401, a fixture
+from tests.lab.test_tasks import idx, small_mnist  # noqa: F401, a fixture
 
 
 @pytest.fixture

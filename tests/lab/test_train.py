@@ -18,7 +18,7 @@ from streamgrad.lab.cli.main import main
 from streamgrad.lab.tasks import Task, find_task
 from streamgrad.lab.train import Diverged, Plan, begin, load_params, metrics, read_metrics, train
 from streamgrad.lab.train.checkpoint import Checkpoints, steps
-from tests.test_readme import ROOT, code_blocks
+from tests.tools import ROOT, code_blocks
 
 PLAN = Plan(updates=12, every=2, checkpoint_every=4, seeds=2, seed=3)
 

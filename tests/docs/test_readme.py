@@ -7,16 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import streamgrad as sg
+from streamgrad.estimators import markdown_table
+from tests.tools import ROOT, code_blocks, error, make_chunk, make_model, make_params, run
+
 README = ROOT / "README.md"
 MARKS = ("<!-- estimators -->\n", "<!-- /estimators -->")
-
-
-def code_blocks(path: Path) -> list[str]:
-    blocks = re.findall(r"^ *```python\n(.*?)^ *```", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return [re.sub(r"^   ", "", block, flags=re.MULTILINE) if block.startswith("   ") else block for block in blocks]
 
 
 def table_in(text: str) -> str:
@@ -25,8 +22,6 @@ def table_in(text: str) -> str:
 
 
 def test_table_is_the_registry():
-    from streamgrad.estimators import markdown_table
-
     assert table_in(README.read_text()) == markdown_table(), "run `make table`"
 
 
@@ -53,9 +48,6 @@ def test_examples_run_as_printed():
 
 def test_example_of_contributing_conforms():
     """The estimator that CONTRIBUTING shows runs, and is what it says."""
-    import streamgrad as sg
-    from tests.tools import error, make_chunk, make_model, make_params, run
-
     scope: dict = {}
     for block in code_blocks(ROOT / "CONTRIBUTING.md"):
         exec(block, scope)
@@ -63,17 +55,6 @@ def test_example_of_contributing_conforms():
     params, chunk = make_params(model), make_chunk(model, 5)
     got = run(scope["myopic"](model), params, [chunk])[0]
     assert error(got, run(sg.tbptt(model, window=1), params, [chunk])[0]) < 1e-12
-
-
-def test_core_imports_with_jax_numpy_and_optax_alone():
-    """In a fresh interpreter that has none of the other packages."""
-    extras = ["jaxtyping", "beartype", "hypothesis", "pytest", "tyro", "rich", "orbax", "matplotlib", "jinja2"]
-    extras += ["sklearn"]
-    code = f"import sys; sys.modules.update(dict.fromkeys({extras}))\nimport streamgrad as sg, jax\n"
-    code += "import streamgrad.lab.train.progress, streamgrad.lab.tasks.queue, streamgrad.lab.tasks.mnist\n"
-    code += "m = sg.Model(sg.cells.lstm(2, 3), sg.heads.softmax(2)); print(sg.uoro(m).init(m.init(jax.random.key(0))))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_library_sets_no_global_option():
@@ -88,7 +69,5 @@ def test_the_library_sets_no_global_option():
 
 
 if __name__ == "__main__":
-    from streamgrad.estimators import markdown_table
-
     text = README.read_text()
     README.write_text(text.replace(MARKS[0] + table_in(text), MARKS[0] + markdown_table()))

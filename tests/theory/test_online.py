@@ -8,7 +8,8 @@ import scipy.optimize
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
-from tests import textbook, tools
+from tests import tools
+from tests.reference import theory as textbook
 
 
 def episode(cell="vanilla", length=5, n_hidden=3, reset=None):

@@ -9,7 +9,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
-from tests import textbook, tools
+from tests import tools
+from tests.reference import theory as textbook
 
 LENGTH, SIZE = 4, 3
 

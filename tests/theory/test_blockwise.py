@@ -51,7 +51,7 @@ def test_equals_the_episode(cell, groups, reset, block):
 
 def test_one_reverse_pass_on_the_truncated_loss_is_g():
     """g_{q,r} = d(Σ_{t>=q} L_t)/dz_r: what `future` says, from automatic differentiation alone."""
-    from tests import textbook
+    from tests.reference import theory as textbook
 
     model = tools.make_model("lstm", 1, 1)
     params = tools.make_params(model)

@@ -13,14 +13,14 @@ from streamgrad.lab.cli.main import main
 from streamgrad.lab.cli.report import EarlyClaims, print_claims
 from streamgrad.lab.experiments import MODULES, Claim
 from streamgrad.lab.report.figure import inline_svg
-from tests.browser import Page, find_browser
-from tests.fake_experiment import NASTY
+from tests.lab.browser import Page, find_browser
+from tests.lab.fake_experiment import NASTY
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fake():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MODULES, "fake", "tests.fake_experiment")
+        patch.setitem(MODULES, "fake", "tests.lab.fake_experiment")
         yield
 
 
