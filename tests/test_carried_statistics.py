@@ -9,11 +9,11 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
+from streamgrad.adapt import window as carried
 from streamgrad.adapt.carrying import in_turns
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.shaping import Shaping
-from streamgrad.theory import carried
-from streamgrad.theory.shaping import Spatial
+from streamgrad.theory.spatial import Spatial
 from tests.tools import make_chunk, make_model, make_params, random_alpha, random_q0
 
 LENGTH = 6

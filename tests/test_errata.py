@@ -83,7 +83,7 @@ def test_total_variance():
     gradient = sum(np.sum(np.asarray(leaf) ** 2) for leaf in jax.tree.leaves(ep.gradient.cell))
     assert abs((value + cross + kurtosis) / want - 1) < 1e-10
     assert abs((value + gradient + kurtosis) / want - 1) > 1e-4
-    assert abs(sg.variance.total_variance(ep, alpha, q0, -2.0) / want - 1) < 1e-10
+    assert abs(sg.variance.total_variance(ep, alpha, q0, kurtosis=-2.0) / want - 1) < 1e-10
 
 
 def test_gradient_of_v_and_newtons_step():
