@@ -170,10 +170,8 @@ def test_online_b_by_full_enumeration(cell, rescale):
         sigma, tau = patterns[:, :2], patterns[:, 2:4]
         nu, mu = patterns[:, 4:8].reshape(-1, 2, 2), patterns[:, 8:].reshape(-1, 2, 2)
         noises = sg.variance.BNoise(*map(jnp.asarray, (sigma, tau, nu, mu)))
-        run = jax.jit(
-            jax.vmap(lambda n: sg.variance.estimate_b_online(model, params, chunk, n, alpha, groups, rescale))
-        )
-        got = run(noises)
+        estimate = sg.variance.estimate_b_online
+        got = jax.jit(jax.vmap(lambda n: estimate(model, params, chunk, n, alpha, groups, rescale)))(noises)
         means = [np.einsum("ni,nj->ij", got.m[:, k], got.n[:, k]) * weights for k in range(length)]
     else:  # given σ and τ the halves are independent, so that their means are all that is needed: 2^8 patterns
         halves = jnp.asarray(tools.all_signs(length, size))
