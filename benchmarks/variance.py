@@ -32,8 +32,6 @@ import numpy as np
 
 import streamgrad as sg
 
-bw = sg.variance.blockwise
-
 
 def load(data: str | None, length: int, streams: int) -> sg.Chunk:
     """Streams of `length` steps, [streams, length, ...]: rows of digits for 28, pixels otherwise, or random numbers."""
@@ -62,23 +60,25 @@ def tasks(model: sg.Model, length: int, streams: int, block: int | None) -> dict
     def exact(params: sg.Params, chunk: sg.Chunk) -> Any:
         return bptt.update(params, bptt.init(params), chunk, None)[0]
 
-    def joint_in_blocks(params: sg.Params, chunk: sg.Chunk) -> Any:
+    def from_episode(
+        work: Callable[[sg.variance.Episode], Any], keep: bool = True
+    ) -> Callable[[sg.Params, sg.Chunk], Any]:
+        return over_streams(lambda p, c: work(sg.variance.collect(model, p, c, block=block, keep=keep)))
+
+    def joint(ep: sg.variance.Episode) -> Any:
         """α for Q_0 = I, B for that α, its Q_0, and the total variance with both: three sweeps."""
-        alpha = sg.variance.optimal_alpha(bw.c_matrix(model, params, chunk, block=block)).alpha
-        q0 = sg.variance.optimal_q0(bw.b_matrix(model, params, chunk, alpha, block=block))
-        return alpha, q0, bw.total_variance(model, params, chunk, alpha, q0, block=block)
+        alpha = sg.variance.optimal_alpha(sg.variance.c_matrix(ep)).alpha
+        q0 = sg.variance.optimal_q0(sg.variance.b_matrix(ep, alpha))
+        return alpha, q0, sg.variance.total_variance(ep, alpha, q0)
 
     blockwise = {
-        "blockwise c_matrix": over_streams(lambda p, c: bw.c_matrix(model, p, c, block=block)),
-        "blockwise b_matrix": over_streams(lambda p, c: bw.b_matrix(model, p, c, block=block)),
-        "blockwise total_variance": over_streams(lambda p, c: bw.total_variance(model, p, c, block=block)),
-        "blockwise C, alpha, B, Q_0, total": over_streams(joint_in_blocks),
+        "blockwise c_matrix": from_episode(sg.variance.c_matrix, keep=False),
+        "blockwise b_matrix": from_episode(sg.variance.b_matrix, keep=False),
+        "blockwise total_variance": from_episode(sg.variance.total_variance, keep=False),
+        "blockwise C, alpha, B, Q_0, total": from_episode(joint, keep=False),
     }
     if length > 100:
         return {"bptt": exact, **blockwise}
-
-    def from_episode(work: Callable[[sg.variance.Episode], Any]) -> Callable[[sg.Params, sg.Chunk], Any]:
-        return over_streams(lambda params, chunk: work(sg.variance.collect(model, params, chunk, block=block)))
 
     def everything(ep: sg.variance.Episode) -> Any:
         alpha = sg.variance.optimal_alpha(sg.variance.c_matrix(ep)).alpha
@@ -87,8 +87,8 @@ def tasks(model: sg.Model, length: int, streams: int, block: int | None) -> dict
         return (
             sg.variance.total_variance(ep, alpha, q0),
             sg.variance.predicted_gain(b),
-            sg.variance.greedy(ep, q0).alpha,
-            sg.variance.preuoro_total_variance(ep, alpha),
+            sg.variance.greedy_alpha(ep, q0).alpha,
+            sg.variance.total_variance(ep, alpha, groups=ep.size),
         )
 
     return {
@@ -99,7 +99,7 @@ def tasks(model: sg.Model, length: int, streams: int, block: int | None) -> dict
         "b_matrix": from_episode(sg.variance.b_matrix),
         "b_matrix, optimal_q0": from_episode(lambda ep: sg.variance.optimal_q0(sg.variance.b_matrix(ep))),
         "total_variance": from_episode(sg.variance.total_variance),
-        "greedy": from_episode(lambda ep: sg.variance.greedy(ep).alpha),
+        "greedy": from_episode(lambda ep: sg.variance.greedy_alpha(ep).alpha),
         "everything": from_episode(everything),
         "optimise, 3 rounds": from_episode(lambda ep: sg.variance.optimise(ep, rounds=3)),
         **blockwise,
@@ -173,7 +173,7 @@ def alphas(model: sg.Model, params: sg.Params, chunk: sg.Chunk, samples: int) ->
         by_name = {
             "none": jnp.ones(ep.length),
             "GIR": None,
-            "greedy (App. D)": sg.variance.greedy(ep, q0).alpha,
+            "greedy (App. D)": sg.variance.greedy_alpha(ep, q0).alpha,
             "exact": exact,
         }
         for name, alpha in by_name.items():

@@ -12,7 +12,7 @@ from streamgrad.noise.groups import Groups
 from streamgrad.noise.shaping import Shaping
 from streamgrad.theory.equilibrate import optimal_alpha
 from streamgrad.theory.optimal_q import optimal_q0
-from streamgrad.theory.shaping import same_group
+from streamgrad.theory.spatial import same_group
 
 # α is solved for until rows and columns of C balance to this, which V does not notice.
 _TOLERANCE = 1e-3

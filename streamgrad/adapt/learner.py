@@ -22,9 +22,8 @@ from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import total_log_alpha
 from streamgrad.noise.shaping import Shaping
 from streamgrad.step import cuts
-from streamgrad.theory.online_b import draw_b_noise
-from streamgrad.theory.online_b import estimate_b as estimate_b_online
-from streamgrad.theory.shaping import Spatial
+from streamgrad.theory.online_b import draw_b_noise, estimate_b_online
+from streamgrad.theory.spatial import Spatial
 
 # An α that is carried over does not look at the two factors. A tangent this many times as large as GIR would make it,
 # or as small, comes of an α that has outlived its dynamics; GIR brings it back.

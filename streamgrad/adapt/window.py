@@ -24,8 +24,8 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Model, Params
 from streamgrad.noise.groups import Groups
-from streamgrad.theory.shaping import Spatial, group_norms, row_squares, same_group
-from streamgrad.theory.sweep import same_episode
+from streamgrad.theory.spatial import Spatial, group_norms, row_squares, same_group
+from streamgrad.theory.tape import same_episode
 
 
 class Window(NamedTuple):
@@ -174,7 +174,7 @@ def estimate_c(spatial: Spatial, back: Back) -> CEstimate:
       taken while Q_0 changes.
     """
     size = back.total.shape[0]
-    weights = spatial.sum_groups(spatial.row_weights(back.norms[:, spatial.groups.index]))
+    weights = spatial.sum_groups(spatial.row_weights(back.norms[:, spatial.partition.index]))
     total = spatial.sum_groups(spatial.shape(back.total) ** 2)
     row = spatial.sum_groups(spatial.shape(back.row) ** 2)
     causal = np.triu(np.ones((size, size), bool)) & same_episode(back.episode)  # [p, r]

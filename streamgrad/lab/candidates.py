@@ -17,7 +17,6 @@ from streamgrad.theory import (
     collect,
     optimal_alpha,
     optimise,
-    preuoro_total_variance,
     spatial_total_variance,
     total_variance,
 )
@@ -126,11 +125,11 @@ def _spatial(ep: Episode, alpha: Array, options: Mapping[str, Any]) -> Array:
 
 def _preuoro(ep: Episode, alpha: Array, options: Mapping[str, Any]) -> Array:
     del options
-    return preuoro_total_variance(ep, alpha, SIGNS)
+    return total_variance(ep, alpha, groups=ep.size, kurtosis=SIGNS)
 
 
 def _uoro(ep: Episode, alpha: Array, options: Mapping[str, Any]) -> Array:
-    return total_variance(ep, alpha, options.get("q0"), SIGNS, options.get("groups", 1))
+    return total_variance(ep, alpha, options.get("q0"), options.get("groups", 1), SIGNS)
 
 
 # By estimator: the total variance given α, and the options that it knows of; with others there is no prediction.

@@ -3,34 +3,25 @@
 ep = sg.variance.collect(model, params, chunk)
 sol = sg.variance.optimal_alpha(sg.variance.c_matrix(ep))
 sg.variance.total_variance(ep, sol.alpha, kurtosis=-2.0)
+
+`collect(..., keep=False)` is for long streams, whose T² N gradients do not fit in memory; all else stays the same.
+Arguments come in one order: episode, alpha, q0, groups, kurtosis. `groups` is the number asked for, as in `uoro`; which
+entry is in which group is a `partition`.
 """
 
 from streamgrad.noise.shaping import diagonal_q0
-from streamgrad.theory import blockwise
+from streamgrad.theory.covariance import covariance
 from streamgrad.theory.empirical import Empirical, empirical
 from streamgrad.theory.episode import Episode, collect
 from streamgrad.theory.equilibrate import Solution, optimal_alpha
-from streamgrad.theory.greedy import Expectations, Greedy, greedy, greedy_coefficients
+from streamgrad.theory.greedy import Greedy, greedy_alpha, greedy_coefficients
 from streamgrad.theory.jacobian import JacobianTerms, jacobian_alpha, jacobian_terms, jacobian_variance
-from streamgrad.theory.joint import Joint, optimise, partition
+from streamgrad.theory.joint import Joint, optimise
 from streamgrad.theory.matrices import b_matrix, c_matrix
-from streamgrad.theory.objective import (
-    covariance,
-    preuoro_covariance,
-    preuoro_total_variance,
-    preuoro_v,
-    spatial_total_variance,
-    total_variance,
-    v,
-)
-from streamgrad.theory.online_b import BEstimate, BNoise, draw_b_noise, estimate_b
-from streamgrad.theory.optimal_q import (
-    Gain,
-    TraceProduct,
-    minimise_trace_product,
-    optimal_q0,
-    predicted_gain,
-)
+from streamgrad.theory.objective import spatial_total_variance, total_variance, v
+from streamgrad.theory.online_b import BEstimate, BNoise, draw_b_noise, estimate_b_online
+from streamgrad.theory.optimal_q import Gain, TraceProduct, minimise_trace_product, optimal_q0, predicted_gain
+from streamgrad.theory.spatial import partition
 from streamgrad.theory.state_noise import score_variance, state_q0
 
 __all__ = [
@@ -38,7 +29,6 @@ __all__ = [
     "BNoise",
     "Empirical",
     "Episode",
-    "Expectations",
     "Gain",
     "Greedy",
     "JacobianTerms",
@@ -46,15 +36,14 @@ __all__ = [
     "Solution",
     "TraceProduct",
     "b_matrix",
-    "blockwise",
     "c_matrix",
     "collect",
     "covariance",
     "diagonal_q0",
     "draw_b_noise",
     "empirical",
-    "estimate_b",
-    "greedy",
+    "estimate_b_online",
+    "greedy_alpha",
     "greedy_coefficients",
     "jacobian_alpha",
     "jacobian_terms",
@@ -65,9 +54,6 @@ __all__ = [
     "optimise",
     "partition",
     "predicted_gain",
-    "preuoro_covariance",
-    "preuoro_total_variance",
-    "preuoro_v",
     "score_variance",
     "spatial_total_variance",
     "state_q0",

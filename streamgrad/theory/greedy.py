@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float
 from streamgrad.noise.rescale import balance
 from streamgrad.theory.episode import Episode
-from streamgrad.theory.matrices import row_weights, spatial_of
-from streamgrad.theory.shaping import squeeze_groups
-from streamgrad.theory.sweep import same_episode
+from streamgrad.theory.matrices import row_weights
+from streamgrad.theory.spatial import spatial_of, squeeze_groups
+from streamgrad.theory.tape import same_episode
 
 
 class Greedy(NamedTuple):
@@ -27,7 +27,7 @@ class Greedy(NamedTuple):
     alpha: Array
 
 
-def greedy(ep: Episode, q0: Any = None, groups: int = 1) -> Greedy:
+def greedy_alpha(ep: Episode, q0: Any = None, groups: int = 1) -> Greedy:
     """The greedy online coefficients in terms of b and J (Appendix D).
 
         β_s⁴ = ‖Q_0^{-1} J_s‖² / ‖b_s^(s)T Q_0‖²
@@ -37,7 +37,7 @@ def greedy(ep: Episode, q0: Any = None, groups: int = 1) -> Greedy:
     fixed. Like GIR they need nothing of the future; unlike it, they look at what the loss sees.
 
     Args:
-      ep: from `collect`.
+      ep: from `collect`, with b kept.
       q0: as in `v`.
       groups: as in `uoro`.
 
@@ -49,24 +49,20 @@ def greedy(ep: Episode, q0: Any = None, groups: int = 1) -> Greedy:
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
       >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk)
-      >>> float(sg.variance.greedy(ep).gamma[0])
+      >>> float(sg.variance.greedy_alpha(ep).gamma[0])
       1.0
     """
-    spatial = spatial_of(ep, groups, q0)
+    spatial = spatial_of(ep, q0, groups)
     jacobians = spatial.sum_groups(row_weights(ep, spatial))
-    gradients = spatial.sum_groups(spatial.shape(ep.b) ** 2)
+    gradients = spatial.sum_groups(spatial.shape(ep.kept) ** 2)
     same = same_episode(ep.episode)
     positions = jnp.arange(ep.length)
 
     def step(log_a: Float[Array, "T G"], s: Array) -> tuple[Array, tuple[Array, Array]]:
         past = ((positions < s) & same[s])[:, None]
-        expected = Expectations(
-            jacobians[s],
-            gradients[s, s],
-            jnp.sum(jnp.where(past, jnp.exp(-2 * log_a) * jacobians, 0), axis=0),
-            jnp.sum(jnp.where(past, jnp.exp(2 * log_a) * gradients[s], 0), axis=0),
-        )
-        beta, gamma = greedy_coefficients(expected)
+        cotangent = jnp.sum(jnp.where(past, jnp.exp(-2 * log_a) * jacobians, 0), axis=0)
+        propagated = jnp.sum(jnp.where(past, jnp.exp(2 * log_a) * gradients[s], 0), axis=0)
+        beta, gamma = greedy_coefficients(jacobians[s], gradients[s, s], cotangent, propagated)
         log_a = jnp.where(past, log_a + jnp.log(gamma)[None], log_a).at[s].set(jnp.log(beta))
         return log_a, (beta, gamma)
 
@@ -74,24 +70,8 @@ def greedy(ep: Episode, q0: Any = None, groups: int = 1) -> Greedy:
     return Greedy(squeeze_groups(beta), squeeze_groups(gamma), squeeze_groups(jnp.exp(log_alpha)))
 
 
-class Expectations(NamedTuple):
-    """Mean squares of the four terms of the recursion at step s, as the loss sees them.
-
-    Attributes:
-      pulled: E‖u_s^T Q_0^{-1} J_s‖².
-      pushed: E(dL_s/dh_s (dh_s/dz_s) Q_0 u_s)².
-      cotangent: E‖w̃_{s-1}‖².
-      propagated: E(dL_s/dh_s (dh_s/dh_{s-1}) h̃_{s-1})².
-    """
-
-    pulled: Array
-    pushed: Array
-    cotangent: Array
-    propagated: Array
-
-
-def greedy_coefficients(expected: Expectations) -> tuple[Array, Array]:
-    """The greedy coefficients as ratios of expectations (Appendix D).
+def greedy_coefficients(pulled: Array, pushed: Array, cotangent: Array, propagated: Array) -> tuple[Array, Array]:
+    """The greedy coefficients as ratios of mean squares of the recursion's four terms (Appendix D).
 
         β_s⁴ = pulled / pushed,    γ_s⁴ = cotangent / propagated
 
@@ -99,18 +79,19 @@ def greedy_coefficients(expected: Expectations) -> tuple[Array, Array]:
     this step or depend on it evenly.
 
     Args:
-      expected: the four mean squares, of any shape.
+      pulled: E‖u_s^T Q_0^{-1} J_s‖².
+      pushed: E(dL_s/dh_s (dh_s/dz_s) Q_0 u_s)², as the loss sees it.
+      cotangent: E‖w̃_{s-1}‖².
+      propagated: E(dL_s/dh_s (dh_s/dh_{s-1}) h̃_{s-1})², as the loss sees it.
 
     Returns:
       β_s and γ_s. Where either side of a quotient is zero, the coefficient is 1.
 
     Example:
       >>> import jax.numpy as jnp, streamgrad as sg
-      >>> x = jnp.array([16.0, 1.0, 0.0, 1.0])
-      >>> beta, gamma = sg.variance.greedy_coefficients(sg.variance.Expectations(*x))
+      >>> beta, gamma = sg.variance.greedy_coefficients(*jnp.array([16.0, 1.0, 0.0, 1.0]))
       >>> float(beta), float(gamma)
       (2.0, 1.0)
     """
-    beta = balance(expected.pushed, expected.pulled, otherwise=1.0).tangent
-    gamma = balance(expected.propagated, expected.cotangent, otherwise=1.0).tangent
-    return beta, gamma
+    beta = balance(pushed, pulled, otherwise=1.0).tangent
+    return beta, balance(propagated, cotangent, otherwise=1.0).tangent

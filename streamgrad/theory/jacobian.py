@@ -13,7 +13,7 @@ from streamgrad.checks import check_chunk, find_cut
 from streamgrad.engine.estimator import restart
 from streamgrad.step import cuts
 from streamgrad.step.cuts import linearise
-from streamgrad.theory.shaping import make_alpha
+from streamgrad.theory.spatial import make_alpha
 
 
 class JacobianTerms(NamedTuple):
@@ -100,7 +100,7 @@ def jacobian_variance(terms: JacobianTerms, alpha: Any = None, kurtosis: float =
       >>> float(sg.variance.jacobian_variance(terms))  # τ_1 τ_2 in two entries
       2.0
     """
-    alpha = make_alpha(alpha, terms.pushed.shape[0], 1, terms.pushed.dtype)[:, 0]
+    alpha = make_alpha(alpha, terms.pushed.shape[0], terms.pushed.dtype)[:, 0]
     pushed, pulled = jnp.sum(terms.pushed**2, axis=1), jnp.sum(terms.pulled**2, axis=1)
     mean = jnp.sum((terms.pushed.T @ terms.pulled) ** 2)
     return jnp.sum(alpha**2 * pushed) * jnp.sum(pulled / alpha**2) + mean + kurtosis * jnp.sum(pushed * pulled)

@@ -1,20 +1,19 @@
 """α and Q_0 together, by turns (Section 7.1)."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from streamgrad._typing import Array, Float
 from streamgrad.checks import check_size
 from streamgrad.noise.groups import Groups
 from streamgrad.theory.episode import Episode
 from streamgrad.theory.equilibrate import optimal_alpha
-from streamgrad.theory.matrices import b_matrix, c_by_group, spatial_of
+from streamgrad.theory.matrices import b_matrix, c_by_group
 from streamgrad.theory.objective import v_by_group
 from streamgrad.theory.optimal_q import optimal_q0
-from streamgrad.theory.shaping import Spatial, squeeze_groups
+from streamgrad.theory.spatial import Spatial, same_group, spatial_of, squeeze_groups
 
 
 class Joint(NamedTuple):
@@ -63,15 +62,15 @@ def optimise(ep: Episode, groups: int = 1, rounds: int = 5, damping: float = 0.0
             f"with {len(ep.rows)} weight matrices a full Q_0 and one group would make one group of all of them: "
             "choose at least 2 groups, which keeps the matrices apart."
         )
-    partition_of = spatial_of(ep, groups, None).groups
-    index = partition_of.index
+    partition = spatial_of(ep, None, groups).partition
+    index = partition.index
 
     def value(alpha: Float[Array, "T G"], q0: Float[Array, "N N"]) -> Float[Array, " G"]:
-        return v_by_group(ep, alpha, _with(partition_of, q0))
+        return v_by_group(ep, alpha, _with(partition, q0))
 
     def one_round(carry: tuple, _: None) -> tuple[tuple, Float[Array, ""]]:
         alpha, q0, best = carry
-        by_group = jnp.moveaxis(c_by_group(ep, _with(partition_of, q0)), -1, 0)
+        by_group = jnp.moveaxis(c_by_group(ep, _with(partition, q0)), -1, 0)
         new_alpha = jax.vmap(lambda c: optimal_alpha(c).alpha)(by_group).T
         new = value(new_alpha, q0)
         alpha, best = jnp.where((new <= best)[None], new_alpha, alpha), jnp.minimum(new, best)
@@ -80,34 +79,13 @@ def optimise(ep: Episode, groups: int = 1, rounds: int = 5, damping: float = 0.0
         q0, best = jnp.where((new <= best)[index][:, None], new_q0, q0), jnp.minimum(new, best)
         return (alpha, q0, best), jnp.sum(best)
 
-    alpha = jnp.ones((ep.length, partition_of.count), ep.b.dtype)
-    q0 = jnp.eye(ep.size, dtype=ep.b.dtype)
+    alpha = jnp.ones((ep.length, partition.count), ep.dtype)
+    q0 = jnp.eye(ep.size, dtype=ep.dtype)
     start = value(alpha, q0)
     (alpha, q0, best), history = jax.lax.scan(one_round, (alpha, q0, start), None, length=rounds)
     return Joint(squeeze_groups(alpha), q0, jnp.sum(best), jnp.append(jnp.sum(start)[None], history))
 
 
-def partition(ep: Episode, groups: int = 1) -> np.ndarray:
-    """To which group each entry of z belongs, `[N]`, as `uoro(groups=...)` has it without a full Q_0.
-
-    Args:
-      ep: from `collect`.
-      groups: as in `uoro`.
-
-    Returns:
-      The index, for `optimal_q0(B, groups=...)`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, streamgrad as sg
-      >>> model = sg.Model(sg.cells.gru(2, 2), sg.heads.softmax(3))
-      >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk)
-      >>> sg.variance.partition(ep).tolist()
-      [0, 0, 1, 1, 2, 2, 2, 2]
-    """
-    return spatial_of(ep, groups, None).groups.index
-
-
-def _with(groups: Groups, q0: Any) -> Spatial:
+def _with(partition: Groups, q0: Float[Array, "N N"]) -> Spatial:
     # The inverse of a block-diagonal matrix is one, but rounding in its factorisation need not know.
-    return Spatial(groups, q0, jnp.where(groups.index[:, None] == groups.index[None, :], jnp.linalg.inv(q0), 0))
+    return Spatial(partition, q0, jnp.where(same_group(partition), jnp.linalg.inv(q0), 0))

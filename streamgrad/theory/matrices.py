@@ -1,24 +1,39 @@
-"""C and B: the matrices that the optimal α and the optimal Q_0 are solved from (Sections 7.1.1 and 7.1.2)."""
+"""C and B: the matrices that the optimal α and the optimal Q_0 are solved from (Sections 7.1.1 and 7.1.2).
 
-from typing import Any
+Both are sums over pairs of steps (q, r). For r >= q what they need is g_{r,r}, which every episode has; pairs with
+r < q come from `Episode.fold`, the one place where it matters whether b is kept.
+"""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 
-from streamgrad._typing import Array, Float
+from streamgrad._typing import Array, Float, Int
 from streamgrad.theory.episode import Episode
-from streamgrad.theory.shaping import (
-    Spatial,
-    group_norms,
-    make_alpha,
-    make_spatial,
-    row_squares,
-    same_group,
-)
+from streamgrad.theory.spatial import Spatial, group_norms, make_alpha, row_squares, same_group, spatial_of
 
 
-def spatial_of(ep: Episode, groups: Any, q0: Any) -> Spatial:
-    """Q_0 and groups for an episode, checked."""
-    return make_spatial(ep.rows, ep.cut, groups, q0, ep.b.dtype)
+class PairSum(NamedTuple):
+    """A sum over all pairs of steps (q, r).
+
+    Attributes:
+      earlier: `earlier(q[K], r[R], g[K, R, N])`, what pairs with r < q add.
+      rest: what the pairs with r >= q add up to.
+    """
+
+    earlier: Callable[[Int[Array, " K"], Int[Array, " R"], Float[Array, "K R N"]], Array]
+    rest: Array
+
+
+def add_up(ep: Episode, *sums: PairSum) -> tuple[Array, ...]:
+    """The totals of several sums, from one pass over the episode."""
+
+    def visit(totals: tuple, q: Array, r: Array, g: Array) -> tuple:
+        return tuple(total + one.earlier(q, r, g) for total, one in zip(totals, sums, strict=True))
+
+    return ep.fold(visit, tuple(one.rest for one in sums))
 
 
 def row_weights(ep: Episode, spatial: Spatial) -> Float[Array, "T N"]:
@@ -34,10 +49,28 @@ def row_weights(ep: Episode, spatial: Spatial) -> Float[Array, "T N"]:
     return jnp.sum(shaped**2, axis=2)
 
 
-def c_by_group(ep: Episode, spatial: Spatial) -> Float[Array, "T T G"]:
-    """C of every group, the group last."""
-    squares = spatial.sum_groups(spatial.shape(ep.future) ** 2)
-    return squares * spatial.sum_groups(row_weights(ep, spatial))[:, None, :]
+def weights_so_far(ep: Episode, alpha: Float[Array, "T G"], weights: Float[Array, "T G"]) -> Float[Array, "T G"]:
+    """Σ_{q<=r} (α_r² / α_q²) weights_q for every r, over the steps of its own episode."""
+    # The square of a quotient, not a quotient of squares, which would leave the range of float32 sooner.
+    ratios = (alpha[None] / alpha[:, None]) ** 2
+    return jnp.sum(jnp.where(ep.causal[:, :, None], ratios * weights[:, None], 0), axis=0)
+
+
+def c_by_group(ep: Episode, spatial: Spatial, summed: bool = False) -> Float[Array, "T T G"]:
+    """C of every group, the group last; or `[T, T, 1]`, their sum."""
+    weights = spatial.sum_groups(row_weights(ep, spatial))
+
+    def entries(weights: Float[Array, "Q 1 G"], g: Float[Array, "Q R N"]) -> Float[Array, "Q R _"]:
+        values = spatial.sum_groups(spatial.shape(g) ** 2) * weights
+        return jnp.sum(values, axis=-1, keepdims=True) if summed else values
+
+    def visit(c: Array, q: Int[Array, " K"], r: Int[Array, " R"], g: Float[Array, "K R N"]) -> Array:
+        return jax.lax.dynamic_update_slice(c, entries(weights[q][:, None], g), (q[0], r[0], jnp.zeros_like(r[0])))
+
+    depth = 1 if summed else spatial.partition.count
+    earlier = ep.fold(visit, jnp.zeros((ep.padded, ep.length, depth), ep.dtype))[: ep.length]
+    later = jax.vmap(lambda w: entries(w[None, None], ep.diagonal[None])[0])(weights)
+    return earlier + jnp.where(ep.causal[:, :, None], later, 0)
 
 
 def c_matrix(ep: Episode, q0: Any = None, groups: int = 1, per_group: bool = False) -> Array:
@@ -62,8 +95,8 @@ def c_matrix(ep: Episode, q0: Any = None, groups: int = 1, per_group: bool = Fal
       >>> sg.variance.c_matrix(ep).shape, sg.variance.c_matrix(ep, groups=2, per_group=True).shape
       ((5, 5), (2, 5, 5))
     """
-    by_group = c_by_group(ep, spatial_of(ep, groups, q0))
-    return jnp.moveaxis(by_group, -1, 0) if per_group else jnp.sum(by_group, axis=-1)
+    c = c_by_group(ep, spatial_of(ep, q0, groups), summed=not per_group)
+    return jnp.moveaxis(c, -1, 0) if per_group else c[:, :, 0]
 
 
 def b_matrix(ep: Episode, alpha: Any = None, groups: int = 1) -> Float[Array, "N N"]:
@@ -74,7 +107,7 @@ def b_matrix(ep: Episode, alpha: Any = None, groups: int = 1) -> Float[Array, "N
 
     Args:
       ep: from `collect`, at preactivations.
-      alpha: `[T]`, `[T, G]`, or None for ones.
+      alpha: as in `v`.
       groups: as in `uoro`; with several weight matrices each is at least a group.
 
     Returns:
@@ -93,10 +126,18 @@ def b_matrix(ep: Episode, alpha: Any = None, groups: int = 1) -> Float[Array, "N
             "b_matrix needs J J^T to be a multiple of the identity, as it is at preactivations: "
             "collect the episode at the cut 'preactivation'."
         )
-    groups_of = spatial_of(ep, groups, None).groups
-    alpha = make_alpha(alpha, ep.length, groups_of.count, ep.b.dtype)
-    norms = group_norms(row_squares(ep.all_features, ep.rows), groups_of)
-    # A scale for each (q, r) and entry, so that B is one product of a tall matrix with itself.
-    scale = (alpha[None] / alpha[:, None] * jnp.sqrt(norms)[:, None])[:, :, groups_of.index]
-    tall = (scale * ep.future).reshape(-1, ep.size)
-    return jnp.where(same_group(groups_of), tall.T @ tall, 0)
+    partition = spatial_of(ep, None, groups).partition
+    alpha = make_alpha(alpha, ep.length, ep.dtype, partition)
+    norms = group_norms(row_squares(ep.all_features, ep.rows), partition)
+    roots = jnp.sqrt(norms)
+
+    def square(scale: Float[Array, "*any G"], g: Float[Array, "*any N"]) -> Float[Array, "N N"]:
+        tall = (scale[..., partition.index] * g).reshape(-1, ep.size)
+        return tall.T @ tall
+
+    def earlier(q: Int[Array, " K"], r: Int[Array, " R"], g: Float[Array, "K R N"]) -> Float[Array, "N N"]:
+        return square(alpha[r][None] / alpha[q][:, None] * roots[q][:, None], g)
+
+    rest = square(jnp.sqrt(weights_so_far(ep, alpha, norms)), ep.diagonal)
+    (b,) = add_up(ep, PairSum(earlier, rest))
+    return jnp.where(same_group(partition), b, 0)

@@ -24,7 +24,7 @@ from streamgrad.noise.rescale import balance
 from streamgrad.noise.sources import find_noise
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step, linearise
-from streamgrad.theory.shaping import make_alpha, same_group
+from streamgrad.theory.spatial import make_alpha, matrix_of_group, same_group
 
 
 class BNoise(NamedTuple):
@@ -109,18 +109,18 @@ def draw_b_noise(key: Any, length: int, size: int, dtype: Any = None, noise: str
     return BNoise(*(draw(k, shape, dtype) for k, shape in zip(jax.random.split(key, 4), shapes, strict=True)))
 
 
-def init_b(groups: Groups, state_size: int, dtype: Any) -> BMemory:
+def init_b(partition: Groups, state_size: int, dtype: Any) -> BMemory:
     """The memory at the beginning of an episode: all zero."""
     half = BHalf(
-        jnp.zeros((groups.count, state_size), dtype),
-        jnp.zeros(len(groups.index), dtype),
-        jnp.zeros(len(groups.index), dtype),
+        jnp.zeros((partition.count, state_size), dtype),
+        jnp.zeros(len(partition.index), dtype),
+        jnp.zeros(len(partition.index), dtype),
     )
-    return BMemory(jnp.zeros(groups.count, dtype), half, half)
+    return BMemory(jnp.zeros(partition.count, dtype), half, half)
 
 
 def advance_b(
-    groups: Groups,
+    partition: Groups,
     memory: BMemory,
     step: Step,
     dl_dstate: Float[Array, " S"],
@@ -132,7 +132,7 @@ def advance_b(
     """One step of the recursions above; pure, for use in a scan beside the gradient's own.
 
     Args:
-      groups: the partition of z.
+      partition: of z into groups.
       memory: from `init_b`, or the step before.
       step: the network's step at preactivations, from `streamgrad.step.cuts.linearise`.
       dl_dstate: dL_t/dh_t.
@@ -147,28 +147,26 @@ def advance_b(
     if step.features is None:
         raise ValueError("B is estimated at preactivations: linearise at the cut 'preactivation'.")
     norms = jnp.stack([jnp.linalg.norm(a) for a in jax.tree.leaves(step.features)])
-    first = np.array([np.flatnonzero(groups.index == g)[0] for g in range(groups.count)])
-    matrix = np.repeat(np.arange(len(groups.rows)), groups.rows)[first]
-    a = memory.a / gamma + noise.sigma * norms[matrix] / beta
+    a = memory.a / gamma + noise.sigma * norms[matrix_of_group(partition)] / beta
 
     def advance(half: BHalf, spatial: Float[Array, " N"]) -> BHalf:
         propagated = gamma[:, None] * jax.vmap(step.propagate)(half.tangent)
-        pushed = noise.tau * beta[:, None] * jax.vmap(step.push)(groups.split(spatial))
-        eta, zeta = _scales(groups, propagated, half.noise, rescale), _scales(groups, pushed, spatial, rescale)
+        pushed = noise.tau * beta[:, None] * jax.vmap(step.push)(partition.split(spatial))
+        eta, zeta = _scales(partition, propagated, half.noise, rescale), _scales(partition, pushed, spatial, rescale)
         tangent = eta[0][:, None] * propagated + zeta[0][:, None] * pushed
-        tilde = eta[1][groups.index] * half.noise + zeta[1][groups.index] * spatial
-        return BHalf(tangent, tilde, half.total + (a * (tangent @ dl_dstate))[groups.index] * tilde)
+        tilde = eta[1][partition.index] * half.noise + zeta[1][partition.index] * spatial
+        return BHalf(tangent, tilde, half.total + (a * (tangent @ dl_dstate))[partition.index] * tilde)
 
     return BMemory(a, advance(memory.m, noise.nu), advance(memory.n, noise.mu))
 
 
-def symmetrised(groups: Groups, m: Float[Array, " N"], n: Float[Array, " N"]) -> Float[Array, "N N"]:
+def symmetrised(partition: Groups, m: Float[Array, " N"], n: Float[Array, " N"]) -> Float[Array, "N N"]:
     """½ (m̃ ñ^T + ñ m̃^T), zero between groups."""
     product = jnp.outer(m, n)
-    return jnp.where(same_group(groups), (product + product.T) / 2, 0)
+    return jnp.where(same_group(partition), (product + product.T) / 2, 0)
 
 
-def estimate_b(
+def estimate_b_online(
     model: Model,
     params: Params,
     chunk: Chunk,
@@ -197,7 +195,7 @@ def estimate_b(
       >>> params = model.init(jax.random.key(0))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
       >>> noise = sg.variance.draw_b_noise(jax.random.key(1), 5, 4)
-      >>> sg.variance.estimate_b(model, params, chunk, noise).b.shape
+      >>> sg.variance.estimate_b_online(model, params, chunk, noise).b.shape
       (4, 4)
     """
     check_choice("rescale", rescale, ("gir", "none"))
@@ -210,15 +208,15 @@ def estimate_b(
             raise ValueError(f"{name} must have the shape {(length, *want)}, not {got}.")
     partition = make_groups(layout, "preactivation", groups)
     dtype = real_dtype(params.cell)
-    alpha = make_alpha(alpha, length, partition.count, dtype)
+    alpha = make_alpha(alpha, length, dtype, partition)
     fresh, begin = model.init_state(params), init_b(partition, layout.state_size, dtype)
 
     def step(carry: tuple, now: tuple) -> tuple[tuple, tuple[Array, Array]]:
         state, memory = carry
         x, target, reset, noise, beta = now
         # What has been summed up stays; what reaches back does not.
-        anew = BMemory(begin.a, begin.m._replace(total=memory.m.total), begin.n._replace(total=memory.n.total))
-        state, memory = restart(reset, (fresh, anew), (state, memory))
+        clear = BMemory(begin.a, begin.m._replace(total=memory.m.total), begin.n._replace(total=memory.n.total))
+        state, memory = restart(reset, (fresh, clear), (state, memory))
         at = linearise(vertex, params.cell, state, x)
         _, _, dl_dstate = model.read_out(params.head, at.state, target)
         memory = advance_b(partition, memory, at, dl_dstate, noise, jnp.ones_like(beta), beta, rescale)
@@ -230,11 +228,11 @@ def estimate_b(
     return BEstimate(symmetrised(partition, m[-1], n[-1]), m, n)
 
 
-def _scales(groups: Groups, tangent: Array, noise: Array, rescale: str) -> tuple[Array, Array]:
+def _scales(partition: Groups, tangent: Array, noise: Array, rescale: str) -> tuple[Array, Array]:
     """(η, 1/η) for each group, or (ζ, 1/ζ)."""
     if rescale == "none":
-        one = jnp.ones(groups.count, tangent.dtype)
+        one = jnp.ones(partition.count, tangent.dtype)
         return one, one
-    squares = jnp.zeros(groups.count, noise.dtype).at[groups.index].add(noise**2)
+    squares = jnp.zeros(partition.count, noise.dtype).at[partition.index].add(noise**2)
     scales = balance(jnp.linalg.norm(tangent, axis=1), jnp.sqrt(squares))
     return scales.tangent, scales.cotangent

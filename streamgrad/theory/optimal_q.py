@@ -34,7 +34,7 @@ class TraceProduct(NamedTuple):
     value: Float[Array, ""]
 
 
-def optimal_q0(b: Any, damping: float = 0.005, groups: Any = None) -> Float[Array, "N N"]:
+def optimal_q0(b: Any, damping: float = 0.005, partition: Any = None) -> Float[Array, "N N"]:
     """The Q_0 that minimises V(Q) for a given B, damped (Section 7.1.2; the printed exponent 1/4 lacks its sign).
 
         Q_0 = (B + damping tr(B)/N I)^{-1/4}
@@ -45,8 +45,8 @@ def optimal_q0(b: Any, damping: float = 0.005, groups: Any = None) -> Float[Arra
     Args:
       b: B, `[N, N]`, symmetric.
       damping: how much of the mean eigenvalue to add to all of them.
-      groups: None for one group, or to which group each entry belongs, `[N]`: each group is then damped on its own, and
-        Q_0 is exactly zero between groups. `partition(ep, groups)` gives it.
+      partition: to which group each entry belongs, `[N]`, as `partition(ep, groups)` gives it, or None for one group.
+        Each group is damped on its own, and Q_0 is exactly zero between groups.
 
     Returns:
       Q_0. Its scale is arbitrary: V(Q) does not depend on it.
@@ -58,9 +58,9 @@ def optimal_q0(b: Any, damping: float = 0.005, groups: Any = None) -> Float[Arra
     """
     size = _check_square("B", b)
     check_damping(damping)
-    index = np.zeros(size, int) if groups is None else np.asarray(groups)
+    index = np.zeros(size, int) if partition is None else np.asarray(partition)
     if index.shape != (size,):
-        raise ValueError(f"groups must say to which group each of the {size} entries belongs, not {index.shape}.")
+        raise ValueError(f"partition must say to which group each of the {size} entries belongs, not {index.shape}.")
     mine = index[:, None] == index[None, :]
     b = jnp.asarray(b)
     b = jnp.where(mine, (b + b.T) / 2, 0)

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float
 from streamgrad.checks import check_size
 from streamgrad.theory.episode import Episode
-from streamgrad.theory.matrices import row_weights, spatial_of
+from streamgrad.theory.matrices import row_weights
 from streamgrad.theory.optimal_q import check_damping, minimise_trace_product
-from streamgrad.theory.shaping import make_alpha
-from streamgrad.theory.sweep import same_episode
+from streamgrad.theory.spatial import make_alpha, spatial_of
 
 
 def score_variance(ep: Episode, sigma: Any, q0: Any = None) -> Float[Array, ""]:
@@ -40,9 +39,8 @@ def score_variance(ep: Episode, sigma: Any, q0: Any = None) -> Float[Array, ""]:
       100.0
     """
     _check_cut(ep)
-    mine = jnp.triu(same_episode(ep.episode))
-    ahead = jnp.where(mine, ep.loss[None, :], 0).sum(axis=1)
-    weights = row_weights(ep, spatial_of(ep, 1, q0)).sum(axis=1)
+    ahead = jnp.where(ep.causal, ep.loss[None, :], 0).sum(axis=1)
+    weights = row_weights(ep, spatial_of(ep, q0)).sum(axis=1)
     return jnp.sum((ahead / sigma) ** 2 * weights)
 
 
@@ -54,7 +52,7 @@ def state_q0(ep: Episode, alpha: Any = None, damping: float = 0.005, iterations:
 
     Stationary where A X A = Y for X = Σ_q tr(Y_q A^{-1}) X_q and Y = Σ_q tr(X_q A) Y_q. `minimise_trace_product` solves
     it for given X and Y; half of each step towards that is taken, along the geodesic between positive definite
-    matrices. V(Q) is convex along geodesics, so that there is one minimum.
+    matrices. V(Q) is convex along geodesics: there is one minimum.
 
     Args:
       ep: from `collect`, at the cut "state".
@@ -77,9 +75,9 @@ def state_q0(ep: Episode, alpha: Any = None, damping: float = 0.005, iterations:
     _check_cut(ep)
     check_damping(damping)
     check_size(iterations=iterations)
-    scale = make_alpha(alpha, ep.length, 1, ep.b.dtype)[:, 0]
+    scale = make_alpha(alpha, ep.length, ep.dtype)[:, 0]
     weighted = ep.future * (scale[None, :] / scale[:, None])[:, :, None]
-    identity = jnp.eye(ep.size, dtype=ep.b.dtype)
+    identity = jnp.eye(ep.size, dtype=ep.dtype)
 
     def damped(x: Array) -> Array:
         mean = jnp.trace(x) / ep.size

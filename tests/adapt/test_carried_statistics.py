@@ -13,7 +13,7 @@ from streamgrad.adapt import window as carried
 from streamgrad.adapt.carrying import in_turns
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.shaping import Shaping
-from streamgrad.theory.shaping import Spatial
+from streamgrad.theory.spatial import Spatial
 from tests.tools import make_chunk, make_model, make_params, random_alpha, random_q0
 
 LENGTH = 6

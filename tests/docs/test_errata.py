@@ -9,6 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
+from streamgrad.noise.shaping import shape_noise, shaping
 from tests import tools
 from tests.reference import theory as textbook
 
@@ -37,31 +38,51 @@ def relative(got, want) -> float:
     return float(np.max(np.abs(np.asarray(got) - want)) / np.max(np.abs(want)))
 
 
+@functools.cache
+def terms():
+    """x_t = Q^T b^(t) and Y_t = Q^{-1} S^(t) J of Section 6.4: the estimate is Σ_t x_t^T u u^T Y_t."""
+    model, params, chunk, ep, alpha, q0 = network()
+    b = textbook.gradients(model, params, chunk, "preactivation", LENGTH, SIZE)
+    jac = textbook.jacobians(model, params, chunk, "preactivation")
+    flat, q, j, s = textbook.stacked(b, jac, alpha, q0, ep.episode)
+    return [q.T @ row for row in flat], [np.linalg.inv(q) @ one @ j for one in s]
+
+
+def over_pairs(term):
+    """Σ_{s,t} term(x_t, Y_t, x_s, Y_s)."""
+    x, y = terms()
+    return sum(term(x[t], y[t], x[s], y[s]) for t in range(LENGTH) for s in range(LENGTH))
+
+
 def test_proposition_1_second_moment():
-    """A (BC + (BC)^T) D, not 2 A BC D, where BC is not symmetric."""
-    rng = np.random.default_rng(0)
-    a, m, d = rng.normal(size=(3, 4, 4))
-    u = tools.all_signs(4)
-    want = np.mean([a @ np.outer(x, x) @ m @ np.outer(x, x) @ d for x in u], axis=0)
-    rest = np.trace(m) * a @ d - 2 * a @ np.diag(np.diag(m)) @ d
-    assert relative(rest + a @ (m + m.T) @ d, want) < 1e-12
-    assert relative(rest + 2 * a @ m @ d, want) > 1e-2
+    """A (BC + (BC)^T) D, not 2 A BC D: they differ where two steps meet, with A = Y_t^T, BC = x_t x_s^T, D = Y_s."""
+    *_, ep, alpha, q0 = network()
+    mean, covariance = enumerated_uoro()
+    want = covariance + np.outer(mean, mean)
+    rest = over_pairs(lambda x, y, x2, y2: (x @ x2) * y.T @ y2 - 2 * y.T @ np.diag(x * x2) @ y2)
+    product = over_pairs(lambda x, y, x2, y2: y.T @ np.outer(x, x2) @ y2)
+    swapped = over_pairs(lambda x, y, x2, y2: y.T @ np.outer(x2, x) @ y2)
+    gradient = ravel_pytree(ep.gradient.cell)[0]
+    library = sg.variance.covariance(ep, alpha, q0, kurtosis=-2.0) + jnp.outer(gradient, gradient)
+    assert relative(library, want) < 1e-10
+    assert relative(library, rest + product + swapped) < 1e-10
+    assert relative(library, rest + 2 * product) > 1e-2
 
 
 def test_corollary_1_covariance_and_its_trace():
     """V^T y x^T W, not V^T x y^T W; and once in the trace, not twice."""
-    rng = np.random.default_rng(1)
-    x, y = rng.normal(size=(2, 4))
-    v, w = rng.normal(size=(2, 4, 5))
-    u = tools.all_signs(4)
-    first, second = (u @ x)[:, None] * (u @ v), (u @ y)[:, None] * (u @ w)
-    want = (first - first.mean(0)).T @ (second - second.mean(0)) / len(u)
-    rest = (x @ y) * v.T @ w - 2 * v.T @ np.diag(x * y) @ w
-    corrected, printed = v.T @ np.outer(y, x) @ w, v.T @ np.outer(x, y) @ w
-    assert relative(rest + corrected, want) < 1e-12
-    assert relative(rest + printed, want) > 1e-2
-    assert abs(np.trace(rest + corrected) / np.trace(want) - 1) < 1e-12
-    assert abs(np.trace(rest + 2 * printed) / np.trace(want) - 1) > 1e-2
+    *_, ep, alpha, q0 = network()
+    want = enumerated_uoro()[1]
+    rest = over_pairs(lambda x, v, y, w: (x @ y) * v.T @ w - 2 * v.T @ np.diag(x * y) @ w)
+    corrected = over_pairs(lambda x, v, y, w: v.T @ np.outer(y, x) @ w)
+    printed = over_pairs(lambda x, v, y, w: v.T @ np.outer(x, y) @ w)
+    library = sg.variance.covariance(ep, alpha, q0, kurtosis=-2.0)
+    assert relative(library, want) < 1e-10
+    assert relative(library, rest + corrected) < 1e-10
+    assert relative(library, rest + printed) > 1e-2
+    total = float(sg.variance.total_variance(ep, alpha, q0, kurtosis=-2.0))
+    assert abs(np.trace(rest + corrected) / total - 1) < 1e-10
+    assert abs(np.trace(rest + 2 * printed) / total - 1) > 1e-2
 
 
 def test_total_variance():
@@ -71,20 +92,13 @@ def test_total_variance():
     want = np.trace(covariance)
     b = textbook.gradients(model, params, chunk, "preactivation", LENGTH, SIZE)
     jac = textbook.jacobians(model, params, chunk, "preactivation")
-    flat, q, j, s = textbook.stacked(b, jac, alpha, q0, ep.episode)
-    kurtosis = -2 * sum(
-        np.sum(
-            (q.T @ flat[i]) * (q.T @ flat[k]) * np.diag(np.linalg.inv(q) @ s[i] @ j @ j.T @ s[k] @ np.linalg.inv(q).T)
-        )
-        for i in range(LENGTH)
-        for k in range(LENGTH)
-    )
-    cross = sum(flat[i] @ s[k] @ j @ j.T @ s[i] @ flat[k] for i in range(LENGTH) for k in range(LENGTH))
     value = textbook.v(b, jac, alpha, q0, ep.episode)
+    cross = np.trace(over_pairs(lambda x, y, x2, y2: y.T @ np.outer(x2, x) @ y2))
+    kurtosis = -2 * np.trace(over_pairs(lambda x, y, x2, y2: y.T @ np.diag(x * x2) @ y2))
     gradient = sum(np.sum(np.asarray(leaf) ** 2) for leaf in jax.tree.leaves(ep.gradient.cell))
     assert abs((value + cross + kurtosis) / want - 1) < 1e-10
     assert abs((value + gradient + kurtosis) / want - 1) > 1e-4
-    assert abs(sg.variance.total_variance(ep, alpha, q0, -2.0) / want - 1) < 1e-10
+    assert abs(sg.variance.total_variance(ep, alpha, q0, kurtosis=-2.0) / want - 1) < 1e-10
 
 
 def test_gradient_of_v_and_newtons_step():
@@ -185,9 +199,20 @@ def test_truncated_identity_of_preuoro():
 
 
 def test_noise_covariance_of_reinforce():
-    """Section 9: with h̄ = h + σ Q u the noise has covariance σ² Q Q^T, not σ² Q^T Q."""
-    _, _, _, _, _, q0 = network()
-    noise = 0.3 * tools.all_signs(SIZE) @ q0.T
-    want = noise.T @ noise / len(noise)
-    assert relative(0.09 * q0 @ q0.T, want) < 1e-12
-    assert relative(0.09 * q0.T @ q0, want) > 1e-2
+    """Section 9: with h̄ = h + σ Q u the noise has covariance Σ = σ² Q Q^T, not σ² Q^T Q; the score is Σ^{-1} σ Q u."""
+    model, params, chunk, _, _, q0 = network()
+    sigma = 0.3
+    kicks = sigma * shape_noise(shaping(jnp.asarray(q0)), jnp.asarray(tools.all_signs(SIZE))).right
+    corrected, printed = sigma**2 * q0 @ q0.T, sigma**2 * q0.T @ q0
+    assert relative(kicks.T @ kicks / len(kicks), corrected) < 1e-12
+    assert relative(kicks.T @ kicks / len(kicks), printed) > 1e-2
+
+    ep = jax.jit(lambda: sg.variance.collect(model, params, chunk, "state"))()
+    ahead = np.cumsum(np.asarray(ep.loss)[::-1])[::-1]
+
+    def score_variance(noise):
+        return float(np.einsum("s,sip,ij,sjp->", ahead**2, ep.jacobian, np.linalg.inv(noise), ep.jacobian))
+
+    library = float(sg.variance.score_variance(ep, sigma, q0))
+    assert abs(score_variance(corrected) / library - 1) < 1e-10
+    assert abs(score_variance(printed) / library - 1) > 1e-2

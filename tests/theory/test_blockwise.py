@@ -1,4 +1,6 @@
-"""C, B, V and the total variance straight from the stream equal those of the collected episode."""
+"""C, B, V and the total variance are the same whether b is kept or not."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,6 @@ from streamgrad.noise.groups import make_groups
 from tests import tools
 
 LENGTH = 7
-bw = sg.variance.blockwise
 
 
 @pytest.mark.parametrize(
@@ -25,27 +26,18 @@ def test_equals_the_episode(cell, groups, reset, block):
     q0 = np.where(index[:, None] == index[None, :], tools.random_q0(len(index)), 0)
     alpha = tools.random_alpha(LENGTH, index.max() + 1)
 
-    @jax.jit
-    def both():
-        ep = sg.variance.collect(model, params, chunk)
-        here = (model, params, chunk)
-        episode = (
+    @functools.partial(jax.jit, static_argnums=0)
+    def everything(keep):
+        ep = sg.variance.collect(model, params, chunk, block=block, keep=keep)
+        return (
             sg.variance.c_matrix(ep, q0, groups),
             sg.variance.c_matrix(ep, q0, groups, per_group=True),
             sg.variance.b_matrix(ep, alpha, groups),
             sg.variance.v(ep, alpha, q0, groups),
-            sg.variance.total_variance(ep, alpha, q0, -2.0, groups),
+            sg.variance.total_variance(ep, alpha, q0, groups, -2.0),
         )
-        streamed = (
-            bw.c_matrix(*here, q0, groups, block=block),
-            bw.c_matrix(*here, q0, groups, per_group=True, block=block),
-            bw.b_matrix(*here, alpha, groups, block=block),
-            bw.v(*here, alpha, q0, groups, block=block),
-            bw.total_variance(*here, alpha, q0, -2.0, groups, block=block),
-        )
-        return episode, streamed
 
-    for want, got in zip(*both(), strict=True):
+    for want, got in zip(everything(True), everything(False), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12 * np.abs(want).max())
 
 
@@ -71,12 +63,28 @@ def test_memory_does_not_grow_with_the_square_of_time():
     model = sg.Model(sg.cells.vanilla(1, 8), sg.heads.squared_error(2))
     params = tools.make_params(model)
 
+    def b_matrix(chunk):
+        return sg.variance.b_matrix(sg.variance.collect(model, params, chunk, block=8, keep=False))
+
     def bytes_for(length):
         chunk = sg.Chunk(jnp.zeros((length, 1)), jnp.zeros((length, 2)))
-        compiled = jax.jit(lambda chunk: bw.b_matrix(model, params, chunk, block=8)).lower(chunk).compile()
+        compiled = jax.jit(b_matrix).lower(chunk).compile()
         analysis = compiled.memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes
 
     # one mask of T² bytes is allowed, T² N numbers are not
     assert bytes_for(256) < 256 * 256 * 8 * 4
+
+
+def test_an_episode_without_b_is_a_pytree():
+    """It may be passed to a compiled function and mapped over; and noise at the state needs no b either."""
+    model = tools.make_model("lstm", 1, 2)
+    params = tools.make_params(model)
+    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[tools.make_chunk(model, 5, seed) for seed in range(2)])
+
+    def collect(keep):
+        return jax.jit(jax.vmap(lambda chunk: sg.variance.collect(model, params, chunk, "state", 2, keep)))(together)
+
+    total = jax.jit(jax.vmap(lambda ep: sg.variance.total_variance(ep, kurtosis=-2.0)))
+    np.testing.assert_allclose(total(collect(False)), total(collect(True)), rtol=1e-10)

@@ -20,12 +20,12 @@ def test_gaussian_noise_within_three_standard_errors(kind):
     alpha = tools.random_alpha(3)
     if kind == "preuoro":
         est = sg.preuoro(model, noise="gaussian", rescale=jnp.asarray(alpha))
-        want = sg.variance.preuoro_total_variance(ep, alpha, 0.0)
+        want = sg.variance.total_variance(ep, alpha, groups=ep.size)
     else:
         groups = 1 if kind == "uoro" else 2
         q0 = tools.random_q0(4) if kind == "uoro" else tools.random_alpha(4)
         est = sg.uoro(model, noise="gaussian", rescale=jnp.asarray(alpha), groups=groups, q0=q0)
-        want = sg.variance.total_variance(ep, alpha, q0, 0.0, groups)
+        want = sg.variance.total_variance(ep, alpha, q0, groups)
     got = sg.variance.empirical(est, params, chunk, jax.random.key(1), 200_000, block=20_000)
     assert abs(got.total_variance - want) < 3 * got.total_variance_error
     assert got.total_variance_error < 0.05 * want

@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 from streamgrad.noise.groups import make_groups
-from streamgrad.theory.objective import dense_jacobian
+from streamgrad.theory.covariance import dense_jacobian
 from tests import tools
 from tests.reference import theory as textbook
 
@@ -94,7 +94,7 @@ def test_enumeration_equals_theory(cell, groups, reset):
         alpha = alpha[np.array([0, 1, 0])]
 
     def theory():
-        return (*both(ep, alpha, q0, -2.0, groups), ep.gradient)
+        return (*both(ep, alpha, q0, groups, -2.0), ep.gradient)
 
     check_against_enumeration(est, params, chunk, tools.all_signs(LENGTH, ep.size), theory)
 
@@ -106,11 +106,11 @@ def test_enumeration_equals_theory_for_one_full_matrix(cell):
     est = sg.uoro(model, noise="given", rescale=jnp.asarray(alpha), q0=q0)
 
     def theory():
-        return (*both(ep, alpha, q0, -2.0), ep.gradient)
+        return (*both(ep, alpha, q0, 1, -2.0), ep.gradient)
 
     total = check_against_enumeration(est, params, chunk, tools.all_signs(LENGTH, ep.size), theory)
     # the wrong way round it is not the same
-    assert abs(sg.variance.total_variance(ep, alpha, q0.T, -2.0) / total - 1) > 1e-3
+    assert abs(sg.variance.total_variance(ep, alpha, q0.T, kurtosis=-2.0) / total - 1) > 1e-3
 
 
 @pytest.mark.parametrize("cell", ["vanilla", "lstm", "gru"])
@@ -120,7 +120,7 @@ def test_enumeration_equals_theory_at_the_state_cut(cell):
     est = sg.uoro(model, cut="state", noise="given", rescale=jnp.asarray(alpha), q0=q0)
 
     def theory():
-        return (*both(ep, alpha, q0, -2.0), ep.gradient)
+        return (*both(ep, alpha, q0, 1, -2.0), ep.gradient)
 
     check_against_enumeration(est, params, chunk, tools.all_signs(LENGTH, ep.size), theory)
 
@@ -139,12 +139,15 @@ def test_enumeration_equals_theory_for_preuoro(cell, reset):
     if reset is not None:
         alpha = alpha[np.array([0, 1, 2, 0, 1, 2, 0, 1])]
 
-    def theory():
-        ep = sg.variance.collect(model, params, chunk)
-        kind = (ep, alpha, -2.0)
-        return sg.variance.preuoro_covariance(*kind), sg.variance.preuoro_total_variance(*kind), ep.gradient
-
-    check_against_enumeration(est, params, chunk, tools.all_signs(length), theory)
+    ep = jax.jit(lambda: sg.variance.collect(model, params, chunk))()
+    mean, want = enumerated(est, params, chunk, tools.all_signs(length))
+    covariance, total = jax.jit(lambda: both(ep, alpha, None, ep.size, -2.0))()
+    np.testing.assert_allclose(mean, ravel_pytree(ep.gradient.cell)[0], atol=1e-10)
+    assert abs(total / np.trace(want) - 1) < 1e-10
+    # inside each row of the weights; between rows PreUORO's noise is shared, and that of N groups is not
+    row = np.argmax(np.abs(np.asarray(dense_jacobian(ep))).max(axis=0), axis=0)
+    inside = row[:, None] == row[None, :]
+    np.testing.assert_allclose(covariance, np.where(inside, want, 0), atol=1e-10 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("cut", ["preactivation", "state"])
@@ -155,8 +158,9 @@ def test_textbook_equations(cut, reset, kurtosis):
     b = textbook.gradients(model, params, chunk, cut, LENGTH, ep.size)
     jac = textbook.jacobians(model, params, chunk, cut)
     want = textbook.covariance(b, jac, alpha, q0, ep.episode, kurtosis)
-    np.testing.assert_allclose(sg.variance.covariance(ep, alpha, q0, kurtosis), want, atol=1e-10 * np.abs(want).max())
-    assert abs(sg.variance.total_variance(ep, alpha, q0, kurtosis) / np.trace(want) - 1) < 1e-10
+    covariance, total = both(ep, alpha, q0, 1, kurtosis)
+    np.testing.assert_allclose(covariance, want, atol=1e-10 * np.abs(want).max())
+    assert abs(total / np.trace(want) - 1) < 1e-10
     assert abs(sg.variance.v(ep, alpha, q0) / textbook.v(b, jac, alpha, q0, ep.episode) - 1) < 1e-10
 
 
@@ -194,7 +198,6 @@ def test_rademacher_is_never_worse_and_groups_help():
         signs = sg.variance.total_variance(ep, kurtosis=-2.0, groups=groups)
         assert signs <= sg.variance.total_variance(ep, kurtosis=0.0, groups=groups)
     assert sg.variance.v(ep, groups=4) * 4 == pytest.approx(float(sg.variance.v(ep)))
-    assert sg.variance.preuoro_v(ep) == pytest.approx(float(sg.variance.v(ep, groups=4)))
 
 
 def test_batched_under_vmap_and_jit():
@@ -230,6 +233,8 @@ def test_errors_are_one_sentence():
     with pytest.raises(ValueError, match="preactivation"):
         sg.variance.b_matrix(state)
     with pytest.raises(ValueError, match="preactivation"):
-        sg.variance.preuoro_v(state)
+        sg.variance.v(state, groups=state.size)
+    with pytest.raises(ValueError, match="keep=True"):
+        sg.variance.covariance(sg.variance.collect(model, params, chunk, keep=False))
     with pytest.raises(ValueError, match="no features"):
         _ = state.feature_norms

@@ -81,7 +81,7 @@ def test_greedy_minimises_its_objective_at_every_step():
     length = 5
     _, _, _, ep = episode("lstm", length, 2)
     q0 = tools.random_q0(ep.size)
-    got = sg.variance.greedy(ep, q0)
+    got = sg.variance.greedy_alpha(ep, q0)
     beta, gamma = np.asarray(got.beta), np.asarray(got.gamma)
     b, a = np.asarray(ep.b), np.asarray(ep.features)
     weight = np.sum(a**2, axis=1) * np.trace(np.linalg.inv(q0 @ q0.T))
@@ -115,7 +115,7 @@ def test_greedy_as_ratios_of_expectations():
     length = 3
     model, params, chunk, ep = episode("vanilla", length, 3)
     q0 = tools.random_q0(3)
-    want = sg.variance.greedy(ep, q0)
+    want = sg.variance.greedy_alpha(ep, q0)
     u = jnp.asarray(tools.all_signs(length, 3))
     state = model.init_state(params)
     vertex = model.cell.cuts["preactivation"]
@@ -125,13 +125,12 @@ def test_greedy_as_ratios_of_expectations():
         _, _, dl_dstate = model.read_out(params.head, at.state, chunk.targets[s])
         propagated, pushed = jax.vmap(at.propagate)(tangent), jax.vmap(at.push)(u[:, s] @ q0.T)
         pulled = jax.vmap(lambda v, at=at: at.pull(v)["w"])(u[:, s] @ jnp.linalg.inv(q0))
-        expected = sg.variance.Expectations(
+        beta, gamma = sg.variance.greedy_coefficients(
             jnp.mean(jnp.sum(pulled**2, axis=(1, 2))),
             jnp.mean((pushed @ dl_dstate) ** 2),
             jnp.mean(jnp.sum(cotangent**2, axis=(1, 2))),
             jnp.mean((propagated @ dl_dstate) ** 2),
         )
-        beta, gamma = sg.variance.greedy_coefficients(expected)
         np.testing.assert_allclose([beta, gamma], [want.beta[s], want.gamma[s]], rtol=1e-10)
         tangent = gamma * propagated + beta * pushed
         cotangent = cotangent / gamma + pulled / beta
@@ -140,16 +139,16 @@ def test_greedy_as_ratios_of_expectations():
 
 def test_greedy_with_zeros_resets_and_groups():
     _, _, _, ep = episode("gru", 6, 2, reset=(3,))
-    got = sg.variance.greedy(ep)
+    got = sg.variance.greedy_alpha(ep)
     assert got.beta.shape == (6, 3)
     np.testing.assert_array_equal(got.gamma[np.array([0, 3])], 1)
     quiet = jax.tree.map(jnp.zeros_like, ep)
-    for leaf in sg.variance.greedy(quiet):
+    for leaf in sg.variance.greedy_alpha(quiet):
         np.testing.assert_array_equal(leaf, 1)
     # exact α is at least as good as greedy α, which is not the plain one
     _, _, _, ep = episode("lstm", 8, 3)
     exact = sg.variance.optimal_alpha(sg.variance.c_matrix(ep)).value
-    assert exact <= sg.variance.v(ep, sg.variance.greedy(ep).alpha)
+    assert exact <= sg.variance.v(ep, sg.variance.greedy_alpha(ep).alpha)
 
 
 # Appendix F
@@ -172,8 +171,8 @@ def test_online_b_by_full_enumeration(cell, rescale):
         sigma, tau = patterns[:, :2], patterns[:, 2:4]
         nu, mu = patterns[:, 4:8].reshape(-1, 2, 2), patterns[:, 8:].reshape(-1, 2, 2)
         noises = sg.variance.BNoise(*map(jnp.asarray, (sigma, tau, nu, mu)))
-        run = jax.jit(jax.vmap(lambda n: sg.variance.estimate_b(model, params, chunk, n, alpha, groups, rescale)))
-        got = run(noises)
+        estimate = sg.variance.estimate_b_online
+        got = jax.jit(jax.vmap(lambda n: estimate(model, params, chunk, n, alpha, groups, rescale)))(noises)
         means = [np.einsum("ni,nj->ij", got.m[:, k], got.n[:, k]) * weights for k in range(length)]
     else:  # given σ and τ the halves are independent, so that their means are all that is needed: 2^8 patterns
         halves = jnp.asarray(tools.all_signs(length, size))
@@ -184,7 +183,7 @@ def test_online_b_by_full_enumeration(cell, rescale):
         def mean_of_half(sigma, tau):
             def half(nu):
                 noise = sg.variance.BNoise(sigma, tau, nu, one)
-                return sg.variance.estimate_b(model, params, chunk, noise, alpha, groups, rescale).m
+                return sg.variance.estimate_b_online(model, params, chunk, noise, alpha, groups, rescale).m
 
             return jnp.mean(jax.vmap(half)(halves), axis=0)
 
@@ -213,11 +212,11 @@ def test_online_b_by_full_enumeration(cell, rescale):
 def test_online_b_is_symmetric_and_checks_its_input():
     model, params, chunk, ep = episode("gru", 4, 2, reset=(2,))
     noise = sg.variance.draw_b_noise(jax.random.key(0), 4, ep.size)
-    got = jax.jit(lambda: sg.variance.estimate_b(model, params, chunk, noise))().b
+    got = jax.jit(lambda: sg.variance.estimate_b_online(model, params, chunk, noise))().b
     index = sg.variance.partition(ep)
     np.testing.assert_allclose(got, got.T, rtol=1e-15)
     assert np.all(np.asarray(got)[index[:, None] != index[None, :]] == 0)
     with pytest.raises(ValueError, match="nu must have the shape"):
-        sg.variance.estimate_b(model, params, chunk, noise._replace(nu=noise.nu[:, :2]))
+        sg.variance.estimate_b_online(model, params, chunk, noise._replace(nu=noise.nu[:, :2]))
     with pytest.raises(ValueError, match="rescale"):
-        sg.variance.estimate_b(model, params, chunk, noise, rescale="other")
+        sg.variance.estimate_b_online(model, params, chunk, noise, rescale="other")

@@ -74,7 +74,7 @@ def test_groups_stay_apart_exactly():
     ep = jax.jit(lambda: sg.variance.collect(model, params, chunk))()
     index = sg.variance.partition(ep)
     b = sg.variance.b_matrix(ep)
-    q0 = np.asarray(sg.variance.optimal_q0(b, groups=index))
+    q0 = np.asarray(sg.variance.optimal_q0(b, partition=index))
     across = index[:, None] != index[None, :]
     assert np.all(np.asarray(b)[across] == 0) and np.all(q0[across] == 0)
     for g in range(index.max() + 1):
@@ -118,7 +118,7 @@ def test_errors():
         sg.variance.optimal_q0(jnp.ones((2, 3)))
     with pytest.raises(ValueError, match="damping"):
         sg.variance.optimal_q0(jnp.eye(2), -1.0)
-    with pytest.raises(ValueError, match="groups"):
-        sg.variance.optimal_q0(jnp.eye(2), groups=[0])
+    with pytest.raises(ValueError, match="partition"):
+        sg.variance.optimal_q0(jnp.eye(2), partition=[0])
     with pytest.raises(ValueError, match="same shape"):
         sg.variance.minimise_trace_product(jnp.eye(2), jnp.eye(3))

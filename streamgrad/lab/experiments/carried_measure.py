@@ -80,7 +80,7 @@ def measure(model: Model, length: int, draws: int, noise: str = "gaussian") -> C
     return jax.jit(measured)
 
 
-def solve_alpha(ep: Any, q0: Array) -> Array:
+def alpha_of(ep: Any, q0: Array) -> Array:
     """The optimal α of an episode, to a precision that V(Q) does not notice."""
     return sg.variance.optimal_alpha(sg.variance.c_matrix(ep, q0), max_iterations=20, tolerance=1e-3).alpha
 
@@ -105,7 +105,7 @@ def hindsight(model: Model, damping: float, rounds: int = 3) -> Callable[[Params
         size = episodes.b.shape[-1]
 
         def turn(q0: Array, _: None) -> tuple[Array, Array]:
-            alpha = jax.vmap(lambda ep: solve_alpha(ep, q0))(episodes)
+            alpha = jax.vmap(lambda ep: alpha_of(ep, q0))(episodes)
             b = jnp.mean(jax.vmap(sg.variance.b_matrix)(episodes, alpha), axis=0)
             return sg.variance.optimal_q0(b, damping), alpha
 
@@ -164,7 +164,7 @@ def exact_setting(model: Model, length: int, streams: int, damping: float, decay
 
         def one(chunk: Chunk) -> tuple[Array, Array]:
             ep = sg.variance.collect(model, params, chunk)
-            alpha = solve_alpha(ep, q0)
+            alpha = alpha_of(ep, q0)
             return alpha, sg.variance.b_matrix(ep, alpha)
 
         alpha, b = jax.vmap(one)(chunk)

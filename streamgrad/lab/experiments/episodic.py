@@ -29,8 +29,9 @@ from streamgrad.noise.shaping import Shaping
 from streamgrad.noise.sources import find_noise
 from streamgrad.step import cuts
 from streamgrad.theory import Episode, b_matrix, collect, optimal_alpha
-from streamgrad.theory.matrices import c_by_group, spatial_of
+from streamgrad.theory.matrices import c_by_group
 from streamgrad.theory.objective import cross_term, kurtosis_term
+from streamgrad.theory.spatial import spatial_of
 
 # V depends on the square of what is left of α's residual, and all streams wait for the slowest.
 _TOLERANCE, _ITERATIONS = 1e-3, 20
@@ -176,7 +177,7 @@ class _Theory(NamedTuple):
 
 
 def _theory(ep: Episode, pair: Shaping | None, kurtosis: float) -> _Theory:
-    spatial = spatial_of(ep, 1, None)
+    spatial = spatial_of(ep)
     if pair is not None:
         spatial = spatial._replace(q0=pair.q0, inverse=pair.inverse)
     rest = cross_term(ep)
