@@ -131,7 +131,7 @@ class Learner:
             noise = draw_b_noise(
                 jax.random.fold_in(jax.random.key(0), turn), len(scales), len(self.groups.index), log_alpha.dtype
             )
-            b = estimate_b_online(self.model, params, chunk, noise, jnp.exp(log_alpha), self.groups.count).b
+            b = estimate_b_online(self.model, params, chunk, noise, jnp.exp(log_alpha), self.groups.asked).b
             found = found._replace(b=jnp.diagonal(b) if self.carry.q0 == "diagonal" else b)
         if not self.optimal and self.carry.statistics != "reverse":
             return found
