@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from streamgrad.adapt.carrying import in_turns
+from streamgrad.adapt.learner import in_turns
 
 import streamgrad as sg
 from streamgrad.adapt import window as carried
