@@ -3,26 +3,29 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PYTEST := pytest -n 2 --dist worksteal --durations 10
 
-.PHONY: setup lint format types unit slow test table demo clean
+.PHONY: setup lint format types unit slow test oldest newest table demo clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "streamgrad needs Python 3.11 or newer")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+# $(call install,VENV,PYTHON,WHAT): an environment of its own with WHAT in it.
+define install
+	$(2) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "streamgrad needs Python 3.11 or newer")'
+	$(2) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable $(3)
 	touch $@
+endef
+
+$(STAMP): pyproject.toml
+	$(call install,$(VENV),$(PYTHON),".[dev]")
 
 # From nothing to the report of all experiments; called again, it goes on where it was stopped.
 demo: $(VENV)/.demo
 	$(BIN)/streamgrad reproduce all --preset laptop --out runs/demo --resume
 
 $(VENV)/.demo: pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "streamgrad needs Python 3.11 or newer")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[cli]"
-	touch $@
+	$(call install,$(VENV),$(PYTHON),".[cli]")
 
 lint: setup
 	$(BIN)/ruff check .
@@ -36,16 +39,42 @@ types: setup
 	$(BIN)/pyright
 
 unit: setup
-	$(BIN)/pytest -n 2 --dist worksteal --durations 10 -m "not slow"
+	$(BIN)/$(PYTEST) -m "not slow"
 
 # What `make test` leaves out for its time: more of the same pairs, and runs that are killed. CI runs both.
 slow: setup
-	$(BIN)/pytest -n 2 --dist worksteal --durations 10 -m slow
+	$(BIN)/$(PYTEST) -m slow
 
 test: lint types unit
 
+# A short part of the suite with the oldest and with the newest JAX that is promised.
+SHORT := tests/base tests/cells tests/docs/test_readme.py tests/estimators/test_conformance.py tests/lab/test_tasks.py
+OLDEST := jax==0.8.*
+NEWEST := jax==0.12.*
+
+oldest: .venv-oldest/.installed
+	.venv-oldest/bin/$(PYTEST) -m "not slow" $(SHORT)
+
+.venv-oldest/.installed: pyproject.toml Makefile
+	$(call install,.venv-oldest,$(PYTHON),".[test]" "$(OLDEST)")
+
+# It needs a newer Python than 3.11: the first that runs, on the path or among pyenv's.
+PYENV = $(shell pyenv root 2>/dev/null)/versions
+NEWER = $(firstword $(foreach version,3.13 3.12,$(foreach python,python$(version) $(wildcard $(PYENV)/$(version).*/bin/python3),\
+	$(shell $(python) -c 'import sys; print(sys.executable)' 2>/dev/null))))
+
+newest:
+	@if [ -z "$(NEWER)" ]; then echo "newest: skipped, as there is no Python 3.12 or 3.13 on this machine"; \
+	else $(MAKE) --no-print-directory newest-found FOUND="$(NEWER)"; fi
+
+newest-found: .venv-newest/.installed
+	.venv-newest/bin/$(PYTEST) -m "not slow" $(SHORT)
+
+.venv-newest/.installed: pyproject.toml Makefile
+	$(call install,.venv-newest,$(FOUND),".[test]" "$(NEWEST)")
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .venv-oldest .venv-newest .pytest_cache .ruff_cache build dist
 
 table: setup
 	$(BIN)/python -m tests.docs.test_readme

@@ -1,5 +1,6 @@
 """What the tests share: small models, data for them, and exact means over sign patterns."""
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -57,7 +58,9 @@ CELLS = {
 }
 
 
+@functools.cache
 def make_model(cell: str, n_in: int = 1, n_hidden: int = 2) -> sg.Model:
+    """One model for all tests, so that what is compiled for it can be shared."""
     if cell == "nested":
         return sg.Model(nested_cell(), sg.heads.squared_error(2))
     return sg.Model(CELLS[cell](n_in, n_hidden), sg.heads.squared_error(2))
@@ -65,16 +68,21 @@ def make_model(cell: str, n_in: int = 1, n_hidden: int = 2) -> sg.Model:
 
 def make_params(model: sg.Model, seed: int = 0, dtype=jnp.float64) -> sg.Params:
     """Parameters away from any symmetry: biases, too, are not zero."""
-    params = model.init(jax.random.key(seed))
+    params = made(initialised, model)(seed)
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf + 0.3 * rng.normal(size=leaf.shape), dtype), params)
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf) + 0.3 * rng.normal(size=leaf.shape), dtype), params)
+
+
+def initialised(model: sg.Model):
+    """The model's parameters by seed, as one program instead of an operation at a time."""
+    return jax.jit(lambda seed: model.init(jax.random.key(seed)))
 
 
 def make_chunk(model: sg.Model, length: int, seed: int = 0, reset=None, dtype=jnp.float64) -> sg.Chunk:
     rng = np.random.default_rng(seed + 100)
     inputs = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=(length, *x.shape)), dtype), model.cell.example_input)
     targets = jnp.asarray(rng.normal(size=(length, 2)), dtype)
-    reset = None if reset is None else jnp.isin(jnp.arange(length), jnp.array(reset))
+    reset = None if reset is None else jnp.asarray(np.isin(np.arange(length), reset))
     return sg.Chunk(inputs, targets, reset)
 
 
@@ -82,8 +90,23 @@ def split(chunk: sg.Chunk, sizes: tuple[int, ...]) -> Iterator[sg.Chunk]:
     """A chunk in pieces of these lengths."""
     start = 0
     for size in sizes:
-        yield jax.tree.map(lambda leaf, a=start, b=start + size: leaf[a:b], chunk)
+        yield jax.tree.map(lambda leaf, a=start, b=start + size: jnp.asarray(np.asarray(leaf)[a:b]), chunk)
         start += size
+
+
+_MADE: dict = {}
+
+
+def made(make, model: sg.Model, **options):
+    """`make(model, **options)`, an estimator for one, once: what it compiles is shared by all tests of a process."""
+
+    def frozen(value):
+        return (value.shape, np.asarray(value).tobytes()) if hasattr(value, "shape") else value
+
+    key = (make, id(model), *((name, frozen(options[name])) for name in sorted(options)))
+    if key not in _MADE:
+        _MADE[key] = (model, make(model, **options))  # with the model, so that its id stays its own
+    return _MADE[key][1]
 
 
 def run(est: sg.GradientEstimator, params, chunks, key=None):
@@ -91,21 +114,21 @@ def run(est: sg.GradientEstimator, params, chunks, key=None):
     state, total, losses = est.init(params), None, []
     for chunk in chunks:
         grads, state, info = est.update(params, state, chunk, key)
-        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        total = grads if total is None else jax.tree.map(np.add, total, grads)
         losses.append(info.loss)
-    return total, jnp.concatenate(losses), state
+    return jax.tree.map(jnp.asarray, total), jnp.asarray(np.concatenate(losses)), state
 
 
 def bptt(model: sg.Model, params, chunk: sg.Chunk):
     """The reference."""
-    return run(sg.bptt(model), params, [chunk])[0]
+    return run(made(sg.bptt, model), params, [chunk])[0]
 
 
 def error(got, want) -> float:
     """The largest difference, relative to the largest entry of the same leaf's tree."""
-    scale = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(want))
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs) / scale
+    got, want = (list(map(np.asarray, jax.tree.leaves(tree))) for tree in (got, want))
+    scale = max(np.max(np.abs(leaf)) for leaf in want)
+    return float(max(np.max(np.abs(a - b)) for a, b in zip(got, want, strict=True)) / scale)
 
 
 def cut_size(model: sg.Model, cut: str) -> int:
@@ -146,10 +169,10 @@ def mean_over(est: sg.GradientEstimator, params, chunk, patterns, weights=None):
     total, done = None, 0
     for grads in over_patterns(est, params, chunk, patterns):
         size = len(jax.tree.leaves(grads)[0])
-        mine = jnp.asarray(weights[done : done + size])
-        here = jax.tree.map(lambda leaf, w=mine: jnp.tensordot(w, leaf, axes=1), grads)
+        mine = weights[done : done + size]
+        here = jax.tree.map(lambda leaf, w=mine: np.tensordot(w, leaf, axes=1), grads)
         done += size
-        total = here if total is None else jax.tree.map(jnp.add, total, here)
+        total = here if total is None else jax.tree.map(np.add, total, here)
     return total
 
 

@@ -125,7 +125,7 @@ def factored(
             }
             if known is not None:
                 here = _look_ahead(groups, here, known.v_v, a, past.cotangent, present.cotangent)
-                square_norm = _square_norm(terms, past.cotangent, present.cotangent, cross)
+                square_norm = next_square_norm(terms, past.cotangent, present.cotangent, cross)
             if immediate == "exact":
                 kept["before"] = cell_state
             return (at.state, tangent, remembered, square_norm, here), kept
@@ -264,7 +264,8 @@ def _look_further_ahead(
     return new
 
 
-def _square_norm(terms: Terms, past: Array, present: Array, cross: Array) -> Float[Array, " G"]:
+def next_square_norm(terms: Terms, past: Array, present: Array, cross: Array) -> Float[Array, " G"]:
+    """‖w̃_t‖² from ‖w̃_{t-1}‖², ‖ν_t J_t‖² and their product, `past` and `present` being 1/γ and 1/β."""
     kept, added = past**2 * terms.cotangent, present**2 * terms.pulled
     # Where all but cancels, rounding must not make a square negative, nor zero, which would drop the cotangent.
     floor = jnp.finfo(kept.dtype).eps * (kept + added)

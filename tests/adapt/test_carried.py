@@ -104,6 +104,15 @@ def test_q_does_not_depend_on_the_noise_of_its_window(name):
     assert not np.array_equal(one.memory.tangent, two.memory.tangent)
 
 
+def test_the_state_can_be_donated():
+    """No two leaves of a new state are one buffer, which XLA refuses to take twice."""
+    model, params, est = made("episode", "rademacher")
+    chunk, key = make_chunk(model, LENGTH, reset=(0,)), jax.random.key(0)
+    want = est.update(params, est.init(params), chunk, key)
+    got = jax.jit(est.update, donate_argnums=1)(params, est.init(params), chunk, key)
+    assert error(got, want) < 1e-12
+
+
 def test_what_is_carried_over_lowers_the_variance():
     """From a few windows of the same episode, V comes close to what the exact Q_0 and α reach."""
     model, params, est = made("episode", "rademacher")

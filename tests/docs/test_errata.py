@@ -90,7 +90,7 @@ def test_total_variance():
     model, params, chunk, ep, alpha, q0 = network()
     _, covariance = enumerated_uoro()
     want = np.trace(covariance)
-    b = textbook.gradients(model, params, chunk, "preactivation", LENGTH, SIZE)
+    b = textbook.gradients(model, params, chunk, "preactivation")
     jac = textbook.jacobians(model, params, chunk, "preactivation")
     value = textbook.v(b, jac, alpha, q0, ep.episode)
     cross = np.trace(over_pairs(lambda x, y, x2, y2: y.T @ np.outer(x2, x) @ y2))
@@ -150,7 +150,7 @@ def test_appendix_b_swaps_m_and_n():
 def test_actual_variance_needs_the_cotangent_of_the_same_step():
     """Section 7.2: Σ_t dL_t/dh_t h̃_t w̃_t^T is the estimate; with w̃_{t-1} it is biased."""
     model, params, chunk, ep, alpha, q0 = network()
-    jac = np.asarray(textbook.jacobians(model, params, chunk, "preactivation"))
+    jac = textbook.jacobians(model, params, chunk, "preactivation")
     u = tools.all_signs(LENGTH, SIZE)
     right = np.einsum("tsi,ij,nsj,s->nt", np.asarray(ep.b), q0, u, alpha)  # dL_t/dh_t · h̃_t
     steps = np.einsum("nsi,ij,sjp,s->nsp", u, np.linalg.inv(q0), jac, 1 / alpha)
@@ -168,7 +168,7 @@ def test_actual_variance_needs_the_cotangent_of_the_same_step():
 def test_immediate_jacobian_is_that_of_the_preactivations():
     """Section 7.1: J_r = dz_r/dθ_r = I ⊗ a_r^T, not dh_r/dz_r."""
     model, params, chunk, ep, _, _ = network()
-    jac = np.asarray(textbook.jacobians(model, params, chunk, "preactivation"))
+    jac = textbook.jacobians(model, params, chunk, "preactivation")
     for r in range(LENGTH):
         np.testing.assert_allclose(jac[r], np.kron(np.eye(SIZE), np.asarray(ep.features)[r][None]), atol=1e-14)
     step = sg.cuts.linearise(model.cell.cuts["preactivation"], params.cell, model.init_state(params), chunk.inputs[0])

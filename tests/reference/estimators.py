@@ -1,4 +1,4 @@
-"""The textbook versions: dense Jacobians, Python loops, one equation of the paper per line.
+"""The textbook versions of the estimators: dense Jacobians, Python loops, one equation of the paper per line.
 
 Slow and obvious; the library is proved equal to these, noise pattern by noise pattern.
 """
@@ -6,48 +6,18 @@ Slow and obvious; the library is proved equal to these, noise pattern by noise p
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
-import streamgrad as sg
+from tests.reference.unrolled import gradients, jacobians, losses
 
 
-def jacobians(model: sg.Model, params: sg.Params, chunk: sg.Chunk, cut: str):
-    """Per step: dh_t/dh_{t-1} [S, S], dh_t/dz_t [S, N], J_t = dz_t/dθ_t [N, P], dL_t/dh_t [S], and resets."""
-    vertex = model.cell.cuts[cut]
-    initial = model.init_state(params)
-
-    @jax.jit
-    def at(state, x, target):
-        theta, unravel_params = ravel_pytree(params.cell)
-        h, unravel = ravel_pytree(state)
-        z, unravel_z = ravel_pytree(vertex.into(params.cell, state, x))
-        still = jnp.zeros_like(z)
-
-        def step(h, dz):
-            return ravel_pytree(vertex.inject(params.cell, unravel(h), x, unravel_z(dz)))[0]
-
-        def into(theta):
-            return ravel_pytree(vertex.into(unravel_params(theta), state, x))[0]
-
-        def loss(h):
-            return model.head.loss(params.head, model.cell.output(unravel(h)), target)
-
-        new = step(h, still)
-        here = {
-            "propagate": jax.jacobian(step, 0)(h, still),
-            "push": jax.jacobian(step, 1)(h, still),
-            "pull": jax.jacobian(into)(theta),
-            "dl_dh": jax.grad(loss)(new),
-        }
-        return here, unravel(new)
-
-    state, steps = initial, []
-    for t in range(len(chunk.targets)):
-        x, target = jax.tree.map(lambda leaf, t=t: leaf[t], (chunk.inputs, chunk.targets))
-        reset = chunk.reset is not None and bool(chunk.reset[t])
-        here, state = at(initial if reset else state, x, target)
-        steps.append({name: np.asarray(value) for name, value in here.items()} | {"reset": reset})
-    return steps
+def tbptt(model, params, chunk, window):
+    """Σ_t Σ_{t-window < s <= t} dL_t/dθ_s by its definition: one copy of the parameters for each step."""
+    length = len(chunk.targets)
+    copies = jax.tree.map(lambda leaf: jnp.repeat(leaf[None], length, axis=0), params.cell)
+    each = jax.jacobian(lambda copies: losses(model, params, chunk, "state", cell_params=copies))(copies)  # [t, s, ...]
+    lag = np.arange(length)[:, None] - np.arange(length)[None, :]
+    near = jnp.asarray((lag >= 0) & (lag < window), float)
+    return jax.tree.map(lambda leaf: jnp.tensordot(near, leaf, axes=((0, 1), (0, 1))), each)
 
 
 def rtrl(model, params, chunk, cut):
@@ -151,47 +121,31 @@ def reinforce(model, params, chunk, u, sigma, q0, baseline, decay=0.99, position
     average of the losses before that step as its b; or with `positions`, all of them that of the losses at this
     position in earlier episodes.
     """
-    inverse = np.linalg.inv(q0)
-    theta, unravel_params = ravel_pytree(params.cell)
-    h0, unravel = ravel_pytree(model.init_state(params))
-
-    @jax.jit
-    def at(h, kick, clean, x, target):
-        def step(theta, h):
-            return ravel_pytree(model.cell.step(unravel_params(theta), unravel(h), x))[0]
-
-        def loss(head, h):
-            return model.head.loss(head, model.cell.output(unravel(h)), target)
-
-        new, clean = step(theta, h) + kick, step(theta, clean)
-        value, head_grads = jax.value_and_grad(loss)(params.head, new)
-        return jax.jacobian(step)(theta, h), new, clean, value, loss(params.head, clean), head_grads
-
-    h = clean = h0
-    terms, averages, past = [], [], []  # of the episode; of all steps
-    at_position = [[] for _ in range(len(u))]
+    inverse, losses_at = np.linalg.inv(q0), [[] for _ in u]  # by position in the episode
+    noisy = jacobians(model, params, chunk, "state", kicks=sigma * u @ q0.T)
+    clean = jacobians(model, params, chunk, "state")
 
     def average(losses):
         ages = decay ** np.arange(len(losses))[::-1]
         return ages @ losses / ages.sum() if losses else 0.0
 
-    total, head_total = 0.0, jax.tree.map(jnp.zeros_like, params.head)
-    for t in range(len(u)):
-        if chunk.reset is not None and bool(chunk.reset[t]):
-            h, clean, terms, averages = h0, h0, [], []
-        x, target = jax.tree.map(lambda leaf, t=t: leaf[t], (chunk.inputs, chunk.targets))
-        jacobian, h, clean, loss, clean_loss, head_grads = at(h, sigma * q0 @ u[t], clean, x, target)
-        terms.append(u[t] @ inverse @ jacobian / sigma)
+    terms, averages, past, total = [], [], [], 0.0  # terms and averages of the episode, losses of all steps
+    for s, without, noise in zip(noisy, clean, u, strict=True):
+        if s["reset"]:
+            terms, averages = [], []
+        loss = s["loss"]
+        terms.append(noise @ inverse @ s["pull"] / sigma)
         averages.append(average(past))
-        past.append(float(loss))
+        past.append(loss)
         position = len(terms) - 1
         if positions is not None:
-            averages = [average(at_position[position]) if position < positions else 0.0] * len(terms)
-            at_position[position].append(float(loss))
-        b = {"none": np.zeros(len(terms)), "average": averages, "noise_free": np.full(len(terms), clean_loss)}[baseline]
-        total = total + sum((loss - b_s) * term for b_s, term in zip(b, terms, strict=True))
-        head_total = jax.tree.map(jnp.add, head_total, head_grads)
-    return total, head_total
+            averages = [average(losses_at[position]) if position < positions else 0.0] * len(terms)
+            losses_at[position].append(loss)
+        b = {"none": 0 * loss, "average": averages, "noise_free": without["loss"]}[baseline]
+        total = total + sum(
+            (loss - b_s) * term for b_s, term in zip(np.broadcast_to(b, len(terms)), terms, strict=True)
+        )
+    return total, jax.tree.map(lambda *leaves: sum(leaves), *(s["dl_dhead"] for s in noisy))
 
 
 def greedy(model, params, chunk, cut, u, q0, decay):
@@ -243,22 +197,9 @@ def nobacktrack(model, params, chunk, u):
 
 
 def total_gradient_estimate(model, params, chunk, cut, u, q0, alpha):
-    """Equation 8: Σ_t b^(t)T Q u u^T Q^{-1} S^(t) J, from the unrolled network, without any recursion."""
-    vertex = model.cell.cuts[cut]
+    """Equation 8: Σ_t b^(t)T Q u u^T Q^{-1} S^(t) J, from the unrolled network, without h̃ and w̃."""
     steps = jacobians(model, params, chunk, cut)
-    length = len(steps)
-    initial = model.init_state(params)
-    unravel_z = ravel_pytree(vertex.into(params.cell, initial, jax.tree.map(lambda leaf: leaf[0], chunk.inputs)))[1]
-
-    def losses(dz):
-        state, out = initial, []
-        for t in range(length):
-            x, target = jax.tree.map(lambda leaf, t=t: leaf[t], (chunk.inputs, chunk.targets))
-            state = vertex.inject(params.cell, state, x, unravel_z(dz[t]))
-            out.append(model.head.loss(params.head, model.cell.output(state), target))
-        return jnp.stack(out)
-
-    b = np.asarray(jax.jacobian(losses)(jnp.zeros((length, len(q0)))))  # b[t, s]
+    length, b = len(steps), gradients(steps)
     inverse = np.linalg.inv(q0)
     total = 0.0
     for t in range(length):

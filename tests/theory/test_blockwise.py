@@ -10,6 +10,7 @@ import pytest
 import streamgrad as sg
 from streamgrad.noise.groups import make_groups
 from tests import tools
+from tests.reference import unrolled
 
 LENGTH = 7
 
@@ -43,15 +44,13 @@ def test_equals_the_episode(cell, groups, reset, block):
 
 def test_one_reverse_pass_on_the_truncated_loss_is_g():
     """g_{q,r} = d(Σ_{t>=q} L_t)/dz_r: what `future` says, from automatic differentiation alone."""
-    from tests.reference import theory as textbook
-
     model = tools.make_model("lstm", 1, 1)
     params = tools.make_params(model)
     chunk = tools.make_chunk(model, 4)
     ep = jax.jit(lambda: sg.variance.collect(model, params, chunk))()
 
     def truncated(dz, q):
-        return jnp.sum(jnp.where(jnp.arange(4) >= q, textbook.losses(model, params, chunk, "preactivation", dz), 0))
+        return jnp.sum(jnp.where(jnp.arange(4) >= q, unrolled.losses(model, params, chunk, "preactivation", dz), 0))
 
     grad = jax.jit(jax.grad(truncated))
     for q in range(4):

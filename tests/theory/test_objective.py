@@ -56,7 +56,7 @@ def test_collect_is_the_definition(cell, cut, reset, block):
     params = tools.make_params(model)
     chunk = tools.make_chunk(model, 5, reset=reset)
     ep = jax.jit(lambda: sg.variance.collect(model, params, chunk, cut, block=block))()
-    b = textbook.gradients(model, params, chunk, cut, 5, ep.size)
+    b = textbook.gradients(model, params, chunk, cut)
     np.testing.assert_allclose(ep.b, b, atol=1e-12)
     jacobian = dense_jacobian(ep)
     if cell != "stack":  # there an upper layer's z depends on the lower one's θ, but its displacement does not
@@ -155,7 +155,7 @@ def test_enumeration_equals_theory_for_preuoro(cell, reset):
 def test_textbook_equations(cut, reset, kurtosis):
     model, params, chunk, ep = case("lstm", reset, cut)
     q0, alpha = tools.random_q0(ep.size), tools.random_alpha(LENGTH)
-    b = textbook.gradients(model, params, chunk, cut, LENGTH, ep.size)
+    b = textbook.gradients(model, params, chunk, cut)
     jac = textbook.jacobians(model, params, chunk, cut)
     want = textbook.covariance(b, jac, alpha, q0, ep.episode, kurtosis)
     covariance, total = both(ep, alpha, q0, 1, kurtosis)
@@ -173,8 +173,8 @@ def test_v_by_definition_through_c_and_through_b(cell, groups):
     if cell == "gru" and groups == 1:
         q0 = np.diag(np.array([0.5, 2.0, 1.5, 0.7]))
     alpha = tools.random_alpha(LENGTH, index.max() + 1)
-    b = np.asarray(textbook.gradients(model, params, chunk, "preactivation", LENGTH, ep.size))
-    jac = np.asarray(textbook.jacobians(model, params, chunk, "preactivation"))
+    b = textbook.gradients(model, params, chunk, "preactivation")
+    jac = textbook.jacobians(model, params, chunk, "preactivation")
     matrices = sg.variance.c_matrix(ep, np.diag(q0) if cell == "gru" and groups == 1 else q0, groups, per_group=True)
     big_b = np.asarray(sg.variance.b_matrix(ep, alpha, groups))
     by_definition = through_c = through_b = 0.0

@@ -9,7 +9,7 @@ from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 from tests import tools
-from tests.reference import theory as textbook
+from tests.reference import unrolled
 
 
 def episode(cell="vanilla", length=5, n_hidden=3, reset=None):
@@ -62,7 +62,7 @@ def test_single_jacobian_estimate(reset):
 
 def jacobian_of_the_last_state(model, params, chunk):
     flat, unravel = ravel_pytree(params.cell)
-    reset = textbook.resets(chunk)
+    reset = unrolled.resets(chunk)
 
     def last(flat):
         state = model.init_state(params)
