@@ -92,7 +92,7 @@ class Episode:
     @property
     def causal(self) -> Bool[Array, "T T"]:
         """Whether r >= q, in the same episode, as `causal[q, r]`: there g_{q,r} = g_{r,r}."""
-        return jnp.triu(jnp.ones((self.length, self.length), bool)) & same_episode(self.episode)
+        return same_episode(self.episode) & np.triu(np.ones((self.length, self.length), bool))
 
     @property
     def padded(self) -> int:

@@ -9,7 +9,9 @@ import pytest
 
 import streamgrad as sg
 from streamgrad.base import CUT_NAMES
-from streamgrad.estimators import REGISTRY, Noise
+from streamgrad.estimators import REGISTRY
+from streamgrad.noise import Noise
+from tests.reference import estimators as reference
 from tests.tools import (
     all_signs,
     bptt,
