@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from streamgrad.lab.experiments import ablation, carried_report, variance, variance_report
+from streamgrad.lab.experiments.records import read_settings
+from streamgrad.lab.tables import read_rows
 
 RESULTS = Path(__file__).parent.parent / "experiments" / "results" / "paper"
 
@@ -15,7 +17,7 @@ def recorded(name):
 
 def test_variance():
     folder = recorded("variance")
-    found = variance_report.read_finished(folder)
+    found = read_settings(folder, variance_report.NAMES)
     config = variance.PRESETS["paper"]
     assert {record["loss"].shape[0] for record in found.values()} == {config.trials}
     claims = [*variance_report.variance_claims(found), *variance_report.training_claims(found)]
@@ -29,7 +31,7 @@ def test_ablation():
 
 
 def test_carried_over():
-    rows = carried_report.read(recorded("carried") / "variance_episodes.csv")
+    rows = read_rows(recorded("carried") / carried_report.VARIANCE)
     claims = carried_report.claims(rows)
     assert len(claims) == 2
     assert [claim.detail for claim in claims if not claim.holds] == []

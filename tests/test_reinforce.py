@@ -16,7 +16,7 @@ import streamgrad as sg
 from streamgrad.estimators import find_noise, with_sigma
 from streamgrad.lab.experiments import find_experiment
 from streamgrad.lab.tasks.base import Task
-from streamgrad.lab.train import loop
+from streamgrad.lab.training import loop
 from tests import oracle
 from tests.tools import (
     cut_size,
