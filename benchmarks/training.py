@@ -24,7 +24,7 @@ import optax
 import streamgrad as sg
 from benchmarks.timing import handwritten_bptt
 from streamgrad.lab.tasks import Task, find_task
-from streamgrad.lab.train import Plan, begin, run, train, training_step
+from streamgrad.lab.training import Plan, begin, run, train, training_step
 
 SIZES = [(24, 32, 1), (24, 32, 3), (50, 50, 1)]  # units, streams, seeds
 FIELDS = ["device", "hidden", "streams", "seeds", "loop", "updates_per_second", "times_plain"]
@@ -67,7 +67,7 @@ def plain_loop(task: Task, model: sg.Model, optimizer: optax.GradientTransformat
 def our_loop(
     task: Task, model: sg.Model, estimator: sg.GradientEstimator, optimizer: optax.GradientTransformation, seeds: int
 ) -> Callable[[], None]:
-    """`streamgrad.lab.train.run`, without files."""
+    """`streamgrad.lab.training.run`, without files."""
     keys = jax.random.split(jax.random.key(0), seeds)
     ts = jax.vmap(lambda key: begin(model, task, estimator, optimizer, key))(keys)
     calls = run(training_step(task, estimator, optimizer), task.data, ts, PER_CALL * 10**6, PER_CALL, EVERY)

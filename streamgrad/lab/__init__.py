@@ -1,1 +1,29 @@
-"""The laboratory: tasks, training, experiments, the report, the command line. The library does not import it."""
+"""The laboratory: tasks, training, experiments, the report, the command line. The library does not import it.
+
+task = lab.find_task("queue", delay=4, batch_size=20, length=2)
+lab.train("runs/queue", lab.Plan(updates=200), model, task, estimator, optax.adam(1e-2))
+
+Packages beyond jax, numpy and optax are imported where they are used.
+"""
+
+from streamgrad.lab.candidates import Candidate, candidates_for
+from streamgrad.lab.comparison import Comparison, compare, ranks
+from streamgrad.lab.tasks import TASKS, Task, find_task
+from streamgrad.lab.training import Diverged, Outcome, Plan, load_params, read_metrics, train
+
+__all__ = [
+    "TASKS",
+    "Candidate",
+    "Comparison",
+    "Diverged",
+    "Outcome",
+    "Plan",
+    "Task",
+    "candidates_for",
+    "compare",
+    "find_task",
+    "load_params",
+    "ranks",
+    "read_metrics",
+    "train",
+]

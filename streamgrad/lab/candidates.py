@@ -11,18 +11,11 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array
 from streamgrad.base import Chunk, GradientEstimator, Model, Params
 from streamgrad.estimators import registry
-from streamgrad.theory import (
-    Episode,
-    c_matrix,
-    collect,
-    optimal_alpha,
-    optimise,
-    spatial_total_variance,
-    total_variance,
-)
+from streamgrad.theory import Episode, c_matrix, collect, optimal_alpha, optimise
+from streamgrad.theory.predictions import PREDICTIONS
 
-SIGNS = -2.0  # excess kurtosis of the estimators' own noise
 LARGEST_JACOBIAN = 2e8  # numbers in J_t of all steps, which a prediction at the state cut needs
+FITTED = {"rescale", "q0"}  # options of an estimator that can be given the α and Q_0 of the theory
 # The theory runs once: compiling fast is worth more than running fast.
 _ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -85,12 +78,12 @@ def _candidates(model: Model, params: Params, chunk: Chunk, only: Sequence[str] 
                 continue
             label = " ".join([row.name, *(f"{option}={value}" for option, value in named.items())])
             yield Candidate(label, row.promise, est, *_prediction(row, episode, {**where, **named}))
-        if row.name == "uoro" and cut == "preactivation":
+        if cut == "preactivation" and row.name in PREDICTIONS and PREDICTIONS[row.name].options >= FITTED:
             yield from _hindsight(row, model, episode)
 
 
 def _hindsight(row: registry.Row, model: Model, episode: Callable[[str], Episode | None]) -> Iterator[Candidate]:
-    """UORO with the α and Q_0 that are optimal for this very stream."""
+    """The estimator with the α and Q_0 that are optimal for this very stream."""
     ep = episode("preactivation")
     assert ep is not None
     # α is indexed by the position in an episode, the theory by that in the chunk.
@@ -118,46 +111,23 @@ def _episode(model: Model, params: Params, chunk: Chunk, cut: str) -> Episode | 
     return jax.jit(all_of_it, compiler_options=_ONCE)(params, chunk)
 
 
-def _spatial(ep: Episode, alpha: Array, options: Mapping[str, Any]) -> Array:
-    del alpha, options
-    return spatial_total_variance(ep, kurtosis=SIGNS)
-
-
-def _preuoro(ep: Episode, alpha: Array, options: Mapping[str, Any]) -> Array:
-    del options
-    return total_variance(ep, alpha, groups=ep.size, kurtosis=SIGNS)
-
-
-def _uoro(ep: Episode, alpha: Array, options: Mapping[str, Any]) -> Array:
-    return total_variance(ep, alpha, options.get("q0"), options.get("groups", 1), SIGNS)
-
-
-# By estimator: the total variance given α, and the options that it knows of; with others there is no prediction.
-_THEORY: Mapping[str, tuple[Callable[[Episode, Array, Mapping[str, Any]], Array], set[str]]] = {
-    "spatial_rtrl": (_spatial, {"cut"}),
-    "preuoro": (_preuoro, {"cut"}),
-    "uoro": (_uoro, {"cut", "groups", "rescale", "q0"}),
-}
-
-
 def _prediction(
     row: registry.Row, episode: Callable[[str], Episode | None], options: Mapping[str, Any]
 ) -> tuple[Callable[[Array | None], Array] | None, bool]:
     """The theory's total variance, where there is one, and whether it is an over-estimate."""
     if not row.promise.startswith("unbiased"):
         return (lambda alpha: jnp.zeros(())), False
-    theory, known = _THEORY.get(row.name, (None, set()))
-    if theory is None or not set(options) <= known or (ep := episode(options["cut"])) is None:
+    theory = PREDICTIONS.get(row.name)
+    if theory is None or not set(options) <= theory.options or (ep := episode(options["cut"])) is None:
         return None, False
     given = jnp.asarray(options["rescale"])[None] if "rescale" in options else None
-    uses_noise = given is None and theory is not _spatial
 
     @functools.partial(jax.jit, compiler_options=_ONCE)
     def mean(ep: Episode, alphas: Array) -> Array:
-        return jnp.mean(jax.vmap(lambda alpha: theory(ep, alpha, options))(alphas))
+        return jnp.mean(jax.vmap(lambda alpha: theory.variance(ep, alpha, options))(alphas))
 
     def predict(alpha: Array | None) -> Array:
         alphas = alpha if given is None else given
         return mean(ep, jnp.ones((1, 1)) if alphas is None else alphas)
 
-    return predict, uses_noise
+    return predict, theory.rescaled and given is None

@@ -1,11 +1,8 @@
 """Files of a run: nothing is written in place, and a folder that cannot be written to is known of before training."""
 
 import contextlib
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -36,20 +33,3 @@ def check_room(folder: Path, size: int) -> None:
     finally:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON would give it back, so that what was written and what is given can be compared."""
-    return json.loads(json.dumps(value, default=str))
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """In words, where two nested mappings differ."""
-    found = []
-    for name in [*old, *(name for name in new if name not in old)]:
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            found += differences(before, after, f"{prefix}{name}.")
-        elif before != after:
-            found.append(f"{prefix}{name} was {before!r} and is now {after!r}")
-    return found

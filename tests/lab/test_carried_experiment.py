@@ -1,19 +1,11 @@
 """The experiment on what is carried over: from end to end at toy size, and its claims over rows of known numbers."""
 
-import csv
-
 import numpy as np
 import pytest
 
 from streamgrad.lab.experiments import find_experiment
-from streamgrad.lab.experiments.carried_report import means, sections
-
-
-def write(path, rows):
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+from streamgrad.lab.experiments.carried_report import VARIANCE, means, sections
+from streamgrad.lab.tables import write_rows
 
 
 def rows_of(values, updates=(100, 200)):
@@ -25,11 +17,11 @@ def rows_of(values, updates=(100, 200)):
 
 
 def test_claims(tmp_path):
-    write(tmp_path / "variance_episodes.csv", rows_of({"gir": 300.0, "exact": 50.0, "all": 57.0, "one": 99.0}))
+    write_rows(tmp_path / VARIANCE, rows_of({"gir": 300.0, "exact": 50.0, "all": 57.0, "one": 99.0}))
     (section,) = sections(tmp_path)
     assert [claim.holds for claim in section.claims] == [True, True]
-    write(tmp_path / "variance_episodes.csv", rows_of({"gir": 300.0, "exact": 50.0, "all": 58.0, "one": 101.0}))
-    write(tmp_path / "training_one.csv", [{"setting": "one", "seed": 0, "update": 1, "loss": 0.5}])
+    write_rows(tmp_path / VARIANCE, rows_of({"gir": 300.0, "exact": 50.0, "all": 58.0, "one": 101.0}))
+    write_rows(tmp_path / "one" / "metrics.csv", [{"update": 1, "seed": 0, "loss": 0.5}])
     section, training = sections(tmp_path)
     assert [claim.holds for claim in section.claims] == [False, False]
     assert section.table.rows[0][:2] == ["identity, GIR", "300.0"] and training.table.rows[0][1] == "0.500"
@@ -48,7 +40,8 @@ def test_smoke(tmp_path):
     found = sections(tmp_path)
     assert [section.title.split(":")[0] for section in found] == ["Digits, row by row", "Training"]
     assert told[-1][1:3] == (20, 20)
-    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.csv")}
+    told.clear()
     experiment.run(experiment.presets["smoke"], tmp_path, lambda *words: told.append(words), resume=True)
-    assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.csv")} and not told
     assert all(np.isfinite(float(cell)) for section in found[:1] for row in section.table.rows for cell in row[1:3])

@@ -1,6 +1,8 @@
 """The paper's claims, asserted over the recorded runs of the `paper` preset (experiments/results/paper)."""
 
 from streamgrad.lab.experiments import ablation, carried_report, variance, variance_report
+from streamgrad.lab.experiments.records import read_settings
+from streamgrad.lab.tables import read_rows
 from tests.tools import ROOT
 
 RESULTS = ROOT / "experiments" / "results" / "paper"
@@ -14,7 +16,7 @@ def recorded(name):
 
 def test_variance():
     folder = recorded("variance")
-    found = variance_report.read_finished(folder)
+    found = read_settings(folder, variance_report.NAMES)
     config = variance.PRESETS["paper"]
     assert {record["loss"].shape[0] for record in found.values()} == {config.trials}
     claims = [*variance_report.variance_claims(found), *variance_report.training_claims(found)]
@@ -28,7 +30,7 @@ def test_ablation():
 
 
 def test_carried_over():
-    rows = carried_report.read(recorded("carried") / "variance_episodes.csv")
+    rows = read_rows(recorded("carried") / carried_report.VARIANCE)
     claims = carried_report.claims(rows)
     assert len(claims) == 2
     assert [claim.detail for claim in claims if not claim.holds] == []

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from streamgrad.lab.cli.main import COMMANDS, main
-from streamgrad.lab.train import read_metrics
+from streamgrad.lab.training import read_metrics
 from tests.tools import ROOT
 
 TRAIN = ["--task", "queue", "--task-options", "delay=1", "--batch-size", "2", "--length", "2", "--cell", "vanilla"]
@@ -32,16 +32,36 @@ def as_a_user():
 def test_help_loads_nothing_heavy():
     """In a fresh interpreter; modules are counted, since seconds depend on the machine."""
     code = (
-        "import sys; from streamgrad.lab.cli.main import main\n"
+        "import sys; from streamgrad.lab.cli.main import main; import streamgrad.lab as lab\n"
+        "assert all(getattr(lab, name) is not None for name in lab.__all__)\n"
         "assert main(['--help']) == 0 and main([]) == 0 and main(['--version']) == 0\n"
-        "assert not {'tyro', 'rich'} & set(sys.modules), 'for the list of commands'\n"
-        "assert main(['train', '--help']) == 0\n"
+        "assert 'tyro' not in sys.modules, 'for the list of commands'\n"
+        "assert main(['train', '--help']) == 0 and main(['reproduce', '--help']) == 0\n"
         "heavy = {'orbax', 'sklearn', 'matplotlib', 'jinja2', 'rich'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in COMMANDS) and "--estimator" in done.stdout
+
+
+@pytest.mark.slow
+def test_experiments_run_with_jax_numpy_and_optax_alone(tmp_path):
+    """In a fresh interpreter that has none of the other packages; what needs them says so."""
+    extras = ["tyro", "rich", "orbax", "matplotlib", "jinja2", "markupsafe", "sklearn", "jaxtyping", "beartype"]
+    options = ["--preset", "smoke", "--settings", "both", "--no-checkpoints", "--out", str(tmp_path / "run")]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({extras}))\n"
+        "import importlib.util; found = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name: None if name in {extras} else found(name)\n"
+        "from streamgrad.lab.cli.main import main\n"
+        f"assert main(['reproduce', 'ablation', *{options}]) == 0\n"
+        "assert main(['train', 'x']) == 1"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "`streamgrad report" in done.stdout and "streamgrad train needs tyro: pip install" in done.stderr
+    assert main(["report", str(tmp_path / "run")]) == 0 and (tmp_path / "run" / "report.html").exists()
 
 
 WRONG = {
@@ -103,7 +123,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen:
     cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
     cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
     environment = os.environ | cache | {"JAX_ENABLE_X64": "1"}
-    command = [sys.executable, "-m", "streamgrad.lab.cli", "train", str(folder), *TRAIN, *more]
+    command = [sys.executable, "-m", "streamgrad_command", "train", str(folder), *TRAIN, *more]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -134,7 +154,7 @@ def test_ctrl_c_and_kill_9_lose_at_most_one_interval_and_change_nothing(tmp_path
     ended = json.loads(capsys.readouterr().out)
     assert main(["train", str(whole), *TRAIN, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == ended | {"folder": str(whole)}
-    for name in ("metrics.csv", "metrics.jsonl", "run.json"):
+    for name in ("metrics.csv", "run.json"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
     one, other = (load(folder / "checkpoint" / "160") for folder in (broken, whole))
     assert one.keys() == other.keys() and any("params" in name for name in one)

@@ -11,8 +11,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
+from streamgrad.lab import Candidate, candidates_for, compare, ranks
 from streamgrad.lab.cli.main import main
-from streamgrad.lab.compare import Candidate, candidates_for, compare, ranks
 from tests import tools
 
 
@@ -94,7 +94,11 @@ def test_command(tmp_path, capsys):
     command = ["compare", "--cell", "vanilla", "--hidden", "2", "--length", "12", "--updates", "2", "--samples", "32"]
     assert main([*command, "--estimators", "rtrl", "tbptt", "--csv", str(table)]) == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[1].split()[:2] == ["1", "rtrl"] and "How to read it" in out and "measuring rtrl" in err
+    assert (
+        out.splitlines()[1].split()[:2] == ["1", "rtrl"]
+        and "How to read it" in out
+        and "measuring: 0 of 3, tbptt window=3" in err
+    )
     assert max(map(len, out.splitlines())) <= 80
     with table.open(newline="") as file:
         assert [row["name"] for row in csv.DictReader(file)] == ["rtrl", "tbptt window=10", "tbptt window=3"]
@@ -163,7 +167,7 @@ def test_carry_is_measured_with_what_it_has_learnt(rows, monkeypatch):
     found, (model, params, chunk) = rows
     assert found["uoro carry=True"].verdict == "none seen"
     # Without a past it is GIR with the identity, and says so.
-    monkeypatch.setattr("streamgrad.lab.compare.WARM_UP", 6)
+    monkeypatch.setattr("streamgrad.lab.comparison.WARM_UP", 6)
     some = [Candidate("carry", "unbiased", sg.uoro(model, carry=True))]
     (row,) = compare(model, params, chunk, jax.random.key(3), 2048, 8, repeats=1, candidates=some)
     assert row.name == "carry (nothing learnt yet)"

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
-from streamgrad.lab.experiments import __main__ as command
+from streamgrad.lab.cli.main import main
 from streamgrad.lab.experiments import ablation, find_experiment, records, tune, variance, variance_report
 from streamgrad.lab.experiments.episodic import episodic_uoro, shown_steps, summarise_episodes
+from streamgrad.lab.experiments.reproduce import reproduce
 from streamgrad.lab.experiments.roots import damped_q0
+from streamgrad.lab.manifest import load_manifest
 
 MODEL = sg.Model(sg.cells.lstm(2, 2), sg.heads.softmax(3))
 B, T = 2, 3
@@ -57,11 +59,11 @@ def test_no_b_yet_is_the_identity():
     np.testing.assert_allclose(q0 @ inverse, np.eye(3), atol=1e-14)
 
 
-@pytest.mark.parametrize("alpha", ["ours", "gir"])
+@pytest.mark.parametrize("alpha", ["optimal", "gir"])
 def test_estimator_is_uoro_with_the_q0_of_past_episodes(alpha):
     """Gradient, theory, measurement and the average of B of the second update, each by the slow way."""
     params, chunk = example(0)
-    est = episodic_uoro(MODEL, B, "ours", alpha, decay=0.8, damping=0.01)
+    est = episodic_uoro(MODEL, B, "optimal", alpha, decay=0.8, damping=0.01)
     _, before, _ = est.update(params, est.init(params), chunk, jax.random.key(5))
     grads, after, info = est.update(params, before, chunk, jax.random.key(6))
     found, keys = info.diagnostics, jax.random.split(jax.random.key(6), B)
@@ -71,7 +73,7 @@ def test_estimator_is_uoro_with_the_q0_of_past_episodes(alpha):
         q0 = sg.variance.optimal_q0(before.shared.b, 0.01)
         ep = sg.variance.collect(MODEL, params, stream)
         best = sg.variance.optimal_alpha(sg.variance.c_matrix(ep, q0))
-        uoro = sg.uoro(MODEL, noise="gaussian", rescale=used if alpha == "ours" else "gir", q0=q0)
+        uoro = sg.uoro(MODEL, noise="gaussian", rescale=used if alpha == "optimal" else "gir", q0=q0)
         ours, _, told = uoro.update(params, uoro.init(params), stream, key)
         theory = sg.variance.v(ep, used, q0), sg.variance.total_variance(ep, used, q0)
         return ep, best.value, ours, told, theory
@@ -82,7 +84,7 @@ def test_estimator_is_uoro_with_the_q0_of_past_episodes(alpha):
         ep, best, ours, told, theory = jax.device_get(one_by_one(stream(chunk, i), keys[i], used))
         all_grads.append(ours)
         all_b.append(slow_b(ep, np.asarray(used)))
-        if alpha == "ours":
+        if alpha == "optimal":
             np.testing.assert_allclose(found["expected"][i], best, rtol=1e-5)
         else:
             gamma, beta = told.diagnostics["gamma"][:, 0], told.diagnostics["beta"][:, 0]
@@ -158,7 +160,7 @@ def test_a_record_knows_trials_that_stopped(tmp_path):
 def write_variance(folder, actual, expected, loss, rows=20):
     for name in variance_report.NAMES:
         (folder / name).mkdir(parents=True)
-        falls, lines = name != "ours-ours", []
+        falls, lines = name != "optimal-optimal", []
         for row in range(1, rows + 1):
             for seed in range(3):
                 first, last = (2.0, 0.0) if falls else (0.0, 1.0)
@@ -180,12 +182,12 @@ def test_claims_follow_the_numbers(tmp_path):
     assert "0.976" in claims[0].detail
 
     bad = dict(zip(names, [160.0, 80.0, 60.0, 65.0], strict=True))
-    write_variance(tmp_path / "bad", bad, expected, loss | {"ours-ours": 1.25})
+    write_variance(tmp_path / "bad", bad, expected, loss | {"optimal-optimal": 1.25})
     claims = variance_report.all_claims(tmp_path / "bad")
     assert [claim.holds for claim in claims] == [False, False, False, False, True, True]
     assert all("fails here" in claim.detail for claim in claims[:4])
 
-    (tmp_path / "bad" / "ours-gir" / "metrics.csv").unlink()
+    (tmp_path / "bad" / "optimal-gir" / "metrics.csv").unlink()
     assert [claim.holds for claim in variance_report.all_claims(tmp_path / "bad")][1:4] == [None, None, None]
     with pytest.raises(ValueError, match="no metrics"):
         variance_report.sections(tmp_path)
@@ -221,15 +223,21 @@ def test_variance_runs_resumes_and_reports(tmp_path):
 
 
 def test_ablation_runs_from_the_command_line(tmp_path, capsys):
-    options = ["--preset", "smoke", "--out", str(tmp_path), "--no-checkpoints"]
-    assert command.main(["ablation", *options, "--settings", "temporal", "both"]) == 0
-    assert "both: 8 of 8" in capsys.readouterr().err
+    """One setting after the other, as a machine with little time and without orbax would."""
+    options = ["reproduce", "ablation", "--preset", "smoke", "--out", str(tmp_path), "--no-checkpoints"]
+    assert main([*options, "--settings", "temporal"]) == 0
+    capsys.readouterr()
+    assert main([*options, "--settings", "temporal", "both", "--resume"]) == 0
+    error = capsys.readouterr().err
+    assert "both: 8 of 8" in error and "temporal" not in error, "what is done is not run again"
+    manifest = load_manifest(tmp_path).experiments["ablation"]
+    assert manifest["done"] and manifest["config"]["settings"] == ["temporal", "both"]
     (section,) = ablation.EXPERIMENT.sections(tmp_path / "ablation")
     final = [float(row[2].split(" ")[0]) for row in section.table.rows]
     assert len(section.figure.axes[0].lines) == 2 and np.all(np.isfinite(final))
     assert [claim.holds for claim in section.claims] == [None, None, None], "2 trials of 8 updates decide nothing"
     assert not list((tmp_path / "ablation").rglob("checkpoint"))
-    assert command.main(["ablation", *options, "--settings", "none"]) == 1
+    assert main([*options, "--settings", "none", "--resume"]) == 1
     assert "settings must be among neither, spatial" in capsys.readouterr().err
 
 
@@ -240,7 +248,7 @@ def test_tune_leaves_out_what_is_finished(tmp_path):
     first = (tmp_path / tune.POINTS).read_text().splitlines()
     seen = []
     tune.run(config, tmp_path, lambda *what: seen.append(what[:3]), resume=True)
-    assert seen == [("ours-ours", 3, 3)]
+    assert seen == [("optimal-optimal", 3, 3)]
     lines = (tmp_path / tune.POINTS).read_text().splitlines()
     assert len(lines) == 4 and lines[: len(first)] == first
     losses = {line.split(",")[5] for line in lines[1:]}
@@ -248,10 +256,22 @@ def test_tune_leaves_out_what_is_finished(tmp_path):
     seen.clear()
     tune.run(config, tmp_path, lambda *what: seen.append(what), resume=True)
     assert not seen
-    with pytest.raises(ValueError, match="updates was 4 and is now 5"):
-        tune.run(dataclasses.replace(config, updates=5), tmp_path, resume=True)
-    with pytest.raises(ValueError, match="has a search already"):
-        tune.run(config, tmp_path)
     (section,) = tune.EXPERIMENT.sections(tmp_path)
     assert [row[4] for row in section.table.rows] == ["3"]
     assert len(tune.grid(tune.PRESETS["paper"], variance.SETTINGS[3])) == 90
+
+
+def test_an_experiment_goes_on_as_it_was_begun(tmp_path, monkeypatch):
+    never = dataclasses.replace(tune.EXPERIMENT, run=lambda *_, **__: None)
+    monkeypatch.setattr(tune, "EXPERIMENT", never)
+    reproduce(["tune"], "smoke", tmp_path)
+    for change, words in (
+        ({"updates": 5}, "tune.updates was 4 and is now 5"),
+        ({"seed": 1}, "seed was 0 and is now 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            reproduce(["tune"], "smoke", tmp_path, resume=True, **change)
+    with pytest.raises(ValueError, match="has a run already"):
+        reproduce(["tune"], "smoke", tmp_path)
+    with pytest.raises(ValueError, match="has no hidden_units to choose"):
+        reproduce(["tune"], "smoke", tmp_path, resume=True, hidden_units=3)

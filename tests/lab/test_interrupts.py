@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from streamgrad.lab.train.checkpoint import steps
+from streamgrad.lab.training.checkpoint import steps
 from tests.tools import ROOT
 
 START = """
 import sys, time
-from streamgrad.lab import interrupts
+import interrupts
 
 def command():
     interrupts.on_stop(lambda: "kept.")
@@ -29,10 +29,11 @@ interrupts.run_process(command)
 
 
 def start(body: str) -> subprocess.Popen:
-    """A command of the standard library alone, so that it takes a fraction of a second; returns when it is ready."""
+    """A command of the standard library alone, which takes a fraction of a second; returns when it is ready."""
     code = START.format(textwrap.indent(textwrap.dedent(body), "    "))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
+    # From its own folder: the module needs nothing of the package, which imports jax.
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "streamgrad" / "lab", text=True, **pipes)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -109,6 +110,19 @@ def test_without_ctrl_c_the_code_is_the_commands():
         assert process.returncode == code and ("TypeError: mine" in error) == (code == 1)
 
 
+@pytest.mark.parametrize("moment", [0.2, 0.7])
+def test_a_command_that_is_still_being_imported_ends(moment):
+    """Nothing has begun that could be lost, and jax is half imported."""
+    code = "import streamgrad_command as c, sys; print('ready', flush=True); sys.argv[1:] = ['compare']; c.main()"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(moment)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, "stopped.\n")
+
+
 COMMANDS = {
     "uoro": ["train", "X", "--task", "queue", "--cell", "gru", "--hidden", "8", "--updates", "1000000"],
     "rtrl": ["train", "X", "--task", "queue", "--hidden", "8", "--estimator", "rtrl", "--updates", "1000000"],
@@ -124,7 +138,7 @@ def test_commands_end_at_random_moments(name, tmp_path):
     for moment in range(4):
         folder = tmp_path / str(moment)
         words = [str(folder) if word == "X" else word for word in COMMANDS[name]]
-        argv = [sys.executable, "-m", "streamgrad.lab.cli", *words]
+        argv = [sys.executable, "-m", "streamgrad_command", *words]
         process = subprocess.Popen(argv, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, text=True)
         time.sleep(draw.uniform(0.3, 12))
         process.send_signal(signal.SIGINT)

@@ -9,9 +9,10 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from streamgrad.lab.cli.claims import EarlyClaims, print_claims
 from streamgrad.lab.cli.main import main
-from streamgrad.lab.cli.report import EarlyClaims, print_claims
 from streamgrad.lab.experiments import MODULES, Claim
+from streamgrad.lab.manifest import Manifest, save_manifest
 from streamgrad.lab.report.figure import inline_svg
 from tests.lab.browser import Page, find_browser
 from tests.lab.fake_experiment import NASTY
@@ -60,11 +61,11 @@ def test_resume_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     assert "is finished" in capsys.readouterr().err
     monkeypatch.delenv("FAKE_STOPS_AT")
     assert main(command) == 1
-    assert "not empty" in capsys.readouterr().err
+    assert "has a run already" in capsys.readouterr().err
     assert main([*command, "--resume", "--seed", "1"]) == 1
-    assert "seed = 0, not 1" in capsys.readouterr().err
+    assert "fake.seed was 0 and is now 1" in capsys.readouterr().err
     assert main([*command[:3], "laptop", *command[4:], "--resume"]) == 1
-    assert "begun with preset smoke" in capsys.readouterr().err
+    assert "preset was 'smoke' and is now 'laptop'" in capsys.readouterr().err
     assert main([*command, "--resume", "--json"]) == 0
     assert [claim["holds"] for claim in json.loads(capsys.readouterr().out)["claims"]] == [True, False, None] * 2
     monkeypatch.setenv("FAKE_STOPS_AT", "start")
@@ -94,9 +95,9 @@ def test_report_is_the_same_anew(run, capsys):
         ("fake/curve.csv", b"\xff\xfe\x00", "not a CSV file"),
         ("fake/curve.csv", b"other,names\n1,2\n", "KeyError"),
         ("run.json", None, "does not exist"),
-        ("run.json", b'{"format": 1, ', "not a whole JSON file"),
-        ("run.json", b'{"format": 99}', "format 1"),
-        ("run.json", b'{"format": 1}', "must have the fields"),
+        ("run.json", b'{"format": 2, ', "not a whole JSON file"),
+        ("run.json", b'{"format": 1}', "format 2"),
+        ("run.json", b'{"format": 2}', "must have the fields"),
     ],
 )
 def test_a_bad_file_is_named(run, capsys, file, content, says):
@@ -211,11 +212,11 @@ def test_in_a_browser(run, browser, width, dark):
     assert browser.errors == []
 
 
-def write_training(folder, metrics, **changed):
+def write_training(folder, metrics):
     folder.mkdir()
-    run = {"describe": {"cell": "gru", "hidden": 8, "estimator": "uoro", "task": "queue", "note": NASTY}}
-    run |= {"plan": {"updates": 40, "every": 10}, "versions": {"jax": "1"}, "device": {"platform": "cpu"}} | changed
-    (folder / "run.json").write_text(json.dumps(run))
+    described = {"cell": "gru", "hidden": 8, "estimator": "uoro", "task": "queue", "note": NASTY}
+    described["plan"] = {"updates": 40, "every": 10}
+    save_manifest(folder, Manifest("training", described, {"jax": "1"}, "CPU"))
     if metrics is not None:
         (folder / "metrics.csv").write_text(metrics)
     return folder
@@ -245,8 +246,8 @@ def test_a_training_run_has_a_report(tmp_path, capsys):
     [
         (None, "metrics.csv does not exist"),
         ("update,seed,loss,gradient_norm\n", "has no rows yet"),
-        ("a,b\n1,2\n", "no columns update and seed"),
-        ("update,seed,loss,gradient_norm\nx,0,1.0,1.0\n", "metrics.csv cannot be read"),
+        ("a,b\n1,2\n", "no numbers in columns update and seed"),
+        ("update,seed,loss,gradient_norm\nx,0,1.0,1.0\n", "metrics.csv has no numbers in columns update and seed"),
         ("update,seed,loss\n1,0,1.0\n", "no numbers in its columns loss and gradient_norm"),
     ],
 )

@@ -1,7 +1,7 @@
 """Training: it is plain gradient descent, a resumed run is the unbroken one, and a seed that diverges stops alone."""
 
+import dataclasses
 import functools
-import json
 import logging
 import resource
 import shutil
@@ -15,9 +15,10 @@ import pytest
 
 import streamgrad as sg
 from streamgrad.lab.cli.main import main
+from streamgrad.lab.manifest import load_manifest
 from streamgrad.lab.tasks import Task, find_task
-from streamgrad.lab.train import Diverged, Plan, begin, load_params, metrics, read_metrics, train
-from streamgrad.lab.train.checkpoint import Checkpoints, steps
+from streamgrad.lab.training import Diverged, Plan, begin, load_params, metrics, read_metrics, train
+from streamgrad.lab.training.checkpoint import Checkpoints, steps
 from tests.tools import ROOT, code_blocks
 
 PLAN = Plan(updates=12, every=2, checkpoint_every=4, seeds=2, seed=3)
@@ -78,11 +79,9 @@ def test_files_of_a_run(unbroken):
     assert columns["update"].tolist() == np.repeat([2, 4, 6, 8, 10, 12], 2).tolist()
     assert columns["seed"].tolist() == [3, 4] * 6
     np.testing.assert_array_equal(columns["made"], columns["update"] - 0.5)  # the mean of the row's updates
-    lines = [json.loads(line) for line in (unbroken.folder / metrics.JSONL).read_text().splitlines()]
-    assert {name: [line[name] for line in lines] for name in columns} == {k: v.tolist() for k, v in columns.items()}
-    run = json.loads((unbroken.folder / "run.json").read_text())
-    assert run["describe"] == {"rate": 0.05} and run["plan"]["updates"] == 12
-    assert run["versions"]["jax"] == jax.__version__ and run["device"]["platform"] == "cpu"
+    run = load_manifest(unbroken.folder)
+    assert run.kind == "training" and run.describe == {"rate": 0.05, "plan": dataclasses.asdict(PLAN)}
+    assert run.versions["jax"] == jax.__version__ and run.device.startswith("CPU") and run.device.endswith("float64")
     assert unbroken.stopped == [None, None]
     assert (unbroken.state.step == 12).all() and len(np.unique(unbroken.state.params.head["b"])) == 2
 
@@ -133,13 +132,12 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_unbroken_one(unbroken, tmp_p
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, PLAN, *parts(counting()), progress=ctrl_c, **again)
     # As after a kill in the middle of the next interval: rows past the checkpoint, and half a row.
-    for name in (metrics.CSV, metrics.JSONL):
-        path, whole = tmp_path / name, (unbroken.folder / name).read_bytes()
-        assert whole.startswith(path.read_bytes()) and len(path.read_bytes()) < len(whole)
-        path.write_bytes(whole[:-20])
+    path, whole = tmp_path / metrics.CSV, (unbroken.folder / metrics.CSV).read_bytes()
+    assert whole.startswith(path.read_bytes()) and len(path.read_bytes()) < len(whole)
+    path.write_bytes(whole[:-20])
     resumed = train(tmp_path, PLAN, *parts(counting()), resume=True, **again)
     assert same(resumed.state, unbroken.state)
-    for name in (metrics.CSV, metrics.JSONL, "run.json"):
+    for name in (metrics.CSV, "run.json"):
         assert (tmp_path / name).read_bytes() == (unbroken.folder / name).read_bytes()
     assert same(train(tmp_path, PLAN, *parts(counting()), resume=True, **again).state, unbroken.state)  # it has ended
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["12", "8"]
@@ -203,7 +201,7 @@ def test_a_resume_that_does_not_fit_is_refused(unbroken):
         ValueError, match=r"another run: its state\.params\.cell\['w'\] is .*\[2, 2, 4\], not .*\[2, 5, 7\]"
     ):
         go(hidden=5)
-    with pytest.raises(ValueError, match="without checkpoints"):
+    with pytest.raises(ValueError, match="cannot go on without checkpoints"):
         go(plan=Plan(updates=12, every=2, checkpoint_every=4, seeds=2, seed=3, checkpoints=False))
     assert (unbroken.folder / metrics.CSV).read_bytes() == before
 
@@ -284,22 +282,22 @@ def test_a_damaged_checkpoint_is_passed_over(how, tmp_path, caplog):
         checkpoints.newest()
 
 
-@pytest.mark.parametrize("case", ["garbage", "binary", "csv gone", "jsonl gone", "half a row", "checkpoint gone"])
+@pytest.mark.parametrize("case", ["garbage", "binary", "csv gone", "half a row", "checkpoint gone"])
 def test_a_damaged_run_is_not_resumed_in_silence(case, unbroken, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(unbroken.folder, folder)
-    csv, jsonl = folder / metrics.CSV, folder / metrics.JSONL
+    csv = folder / metrics.CSV
     lines = csv.read_bytes().splitlines(keepends=True)
     words = r"metrics\.csv is damaged: line 4 is no row of metrics, not the row of update 4, seed 3: put it back"
     if case in ("garbage", "binary"):
         csv.write_bytes(b"".join([*lines[:3], b"what?\n" if case == "garbage" else b"\xff\x00\xfe\n", *lines[4:]]))
     elif case.endswith("gone"):
-        path = {"csv gone": csv, "jsonl gone": jsonl, "checkpoint gone": folder / "checkpoint"}[case]
+        path = {"csv gone": csv, "checkpoint gone": folder / "checkpoint"}[case]
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         words = rf"{path.name} is (missing|gone).*: put it back"
     else:
-        jsonl.write_bytes(jsonl.read_bytes()[:-9])
-        words = r"metrics\.jsonl is damaged: line 12 is the end of the file, not the row of update 12, seed 4"
+        csv.write_bytes(csv.read_bytes()[:-9])
+        words = r"metrics\.csv is damaged: line 13 is the end of the file, not the row of update 12, seed 4"
     with pytest.raises(ValueError, match=words):
         train(folder, PLAN, *parts(counting()), summarise=summarise, describe={"rate": 0.05}, resume=True)
 
@@ -326,7 +324,7 @@ def test_numbers_do_not_depend_on_the_length_of_calls(cell, estimator, tmp_path,
     seen: dict[float, list[int]] = {}
     outcomes = []
     for seconds, interval in ((1e-9, 6), (1e9, None), (1e-9, None)):
-        monkeypatch.setattr("streamgrad.lab.train.session.CALL_SECONDS", seconds)
+        monkeypatch.setattr("streamgrad.lab.training.session.CALL_SECONDS", seconds)
         made = seen.setdefault(seconds, [])
         made.clear()
         outcomes.append(
@@ -341,13 +339,12 @@ def test_numbers_do_not_depend_on_the_length_of_calls(cell, estimator, tmp_path,
     first = outcomes[0]
     for other in outcomes[1:]:
         assert same(other.state, first.state)
-        for file in (metrics.CSV, metrics.JSONL):
-            assert (other.folder / file).read_bytes() == (first.folder / file).read_bytes()
+        assert (other.folder / metrics.CSV).read_bytes() == (first.folder / metrics.CSV).read_bytes()
 
 
 def test_ctrl_c_saves_the_last_whole_row(tmp_path, monkeypatch):
     """Although no checkpoint was due; the updates of a row that is not whole are made again."""
-    monkeypatch.setattr("streamgrad.lab.train.session.CALL_SECONDS", 1e-9)
+    monkeypatch.setattr("streamgrad.lab.training.session.CALL_SECONDS", 1e-9)
 
     def ctrl_c(done, of, words):
         if done == 5:
@@ -363,7 +360,7 @@ def test_ctrl_c_saves_the_last_whole_row(tmp_path, monkeypatch):
 
 
 def test_a_seed_that_stops_within_a_row_ends_the_run_at_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("streamgrad.lab.train.session.CALL_SECONDS", 1e-9)
+    monkeypatch.setattr("streamgrad.lab.training.session.CALL_SECONDS", 1e-9)
     plan, task = Plan(updates=12, every=4, seeds=1), counting({0: 1})
     for resume in (False, True):
         with pytest.raises(Diverged, match="seed 0 stopped at update 2, where"):
@@ -379,14 +376,12 @@ def test_a_loss_that_explodes_is_said(tmp_path, caplog):
     assert [record.message for record in caplog.records] == got.risen
 
 
-def test_numbers_that_are_not_finite_in_json(tmp_path):
+def test_numbers_that_are_not_finite(tmp_path):
     rows = {"update": np.array([[1]]), "stopped": np.array([[-1]]), "loss": np.float32([[0.1]])}
     with metrics.Writer(tmp_path, [7]) as writer:
         writer.write(rows | {"gradient_norm": np.float32([[np.inf]]), "x": np.array([[[[np.nan, -np.inf]]]])})
-    assert json.loads((tmp_path / metrics.JSONL).read_text()) == {
-        "update": 1, "seed": 7, "loss": 0.1, "gradient_norm": None, "x_0_0": None, "x_0_1": None
-    }  # fmt: skip
-    assert (tmp_path / metrics.CSV).read_text().splitlines()[1] == "1,7,0.1,inf,nan,-inf"
+    header, line = (tmp_path / metrics.CSV).read_text().splitlines()
+    assert header == "update,seed,loss,gradient_norm,x_0_0,x_0_1" and line == "1,7,0.1,inf,nan,-inf"
 
 
 def test_example_of_the_docs_runs(tmp_path, monkeypatch):
@@ -408,6 +403,8 @@ def test_example_of_the_docs_runs(tmp_path, monkeypatch):
         losses.append(float(model.head.loss(params.head, model.cell.output(state), jnp.ones(1))))
     np.testing.assert_allclose(losses, -np.log(predictions[:, 0]), rtol=1e-6)
     assert not same(params, load_params("runs/bits", seed=4).params)
+    with pytest.raises(ValueError, match="has the seeds 4 to 5, not 6"):
+        load_params("runs/bits", seed=6)
     exec(last, scope)
     task = scope["sine"]()
     chunk, state = task.sample(task.data, task.init(jax.random.key(0)), jax.random.key(0))
@@ -417,9 +414,7 @@ def test_example_of_the_docs_runs(tmp_path, monkeypatch):
 
 
 def test_parameters_that_cannot_be_loaded(unbroken, tmp_path):
-    with pytest.raises(ValueError, match=r"has no run of `streamgrad train`: .*run\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"run\.json does not exist: .* has no run of"):
         load_params(tmp_path)
-    with pytest.raises(ValueError, match="has the seeds 3 to 4, not 5"):
-        load_params(unbroken.folder, seed=5)
     with pytest.raises(ValueError, match="was not begun by `streamgrad train`"):
         load_params(unbroken.folder)

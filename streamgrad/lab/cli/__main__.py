@@ -1,7 +1,5 @@
-"""`python -m streamgrad.lab.cli`."""
+"""`python -m streamgrad.lab.cli`; `streamgrad`, or `python -m streamgrad_command`, answers Ctrl-C a second earlier."""
 
-import sys
+from streamgrad_command import main
 
-from streamgrad.lab.cli.main import main
-
-sys.exit(main())
+main()

@@ -1,31 +1,33 @@
 """`streamgrad compare`: the tables by which one picks an estimator."""
 
-import contextlib
-import csv
 import dataclasses
-import importlib.util
-import io
 import json
 import math
-import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+import jax
+import optax
 import tyro
 
+from streamgrad.base import Chunk, Model, Params
 from streamgrad.checks import check_size
-from streamgrad.lab.cli.options import UsageError, check_text, choose, from_options, pairs
+from streamgrad.engine.online import batched
+from streamgrad.estimators.bptt import bptt
+from streamgrad.estimators.registry import REGISTRY
+from streamgrad.lab.candidates import candidates_for
+from streamgrad.lab.cli.options import UsageError, choose, from_options, task_options
 from streamgrad.lab.cli.show import print_table
 from streamgrad.lab.cli.train import Pairs, TaskName
-from streamgrad.lab.files import check_room, replace_text
-from streamgrad.lab.tasks import find_task, task_function
-
-if TYPE_CHECKING:
-    from streamgrad.base import Chunk, Model, Params
-    from streamgrad.lab.compare import Comparison
-    from streamgrad.lab.tasks.base import Task
+from streamgrad.lab.comparison import LEAST, Comparison, compare, ranks, same_error
+from streamgrad.lab.files import check_room
+from streamgrad.lab.progress import COMPILING, showing
+from streamgrad.lab.tables import write_rows
+from streamgrad.lab.tasks import Task
+from streamgrad.lab.training import begin, run_one, training_step
+from streamgrad.lab.training.build import make_model, make_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +67,11 @@ class Options:
 
 def main(options: Options) -> None:
     """Measure, and print the tables with how to read them."""
-    import jax
-
-    from streamgrad.lab.compare import candidates_for, compare
-
     check(options)
-    task = make_task(options)
+    task = task_of(options)
     key = jax.random.key(options.seed)
-    with showing() as show:
-        show("training")
+    with showing() as progress:
+        progress("training", 0, max(1, options.updates), COMPILING)
         with from_options():
             model, params, chunk = prepare(options, task, key)
         rows = compare(
@@ -84,8 +82,8 @@ def main(options: Options) -> None:
             options.samples,
             options.streams,
             candidates=candidates_for(model, params, chunk, options.estimators or None),
-            progress=lambda name, done, of: show(name if of == 1 else f"measuring {name}, {done} of {of}"),
-            past=past_of(make_task(options, options.streams), key),
+            progress=progress,
+            past=past_of(task_of(options, options.streams), key),
             seconds=options.seconds,
         )
     plain = [_plain(row, rank) for row, rank in by_rank(rows)]
@@ -94,18 +92,11 @@ def main(options: Options) -> None:
     else:
         print_rows(rows)
     if options.csv is not None:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, plain[0])
-        writer.writeheader()
-        writer.writerows(plain)
-        replace_text(options.csv, text.getvalue())
+        write_rows(options.csv, plain)
 
 
 def check(options: Options) -> None:
     """What can be known to be wrong before anything is trained."""
-    from streamgrad.estimators.registry import REGISTRY
-    from streamgrad.lab.compare import LEAST
-
     for name in options.estimators:
         choose("--estimators", name, tuple(REGISTRY))
     sizes = {f"--{name}": getattr(options, name) for name in ("hidden", "length", "streams")}
@@ -122,59 +113,28 @@ def check(options: Options) -> None:
         check_room(folder, 1 << 16)
 
 
-@contextlib.contextmanager
-def showing() -> Iterator[Callable[[str], None]]:
-    """A function that says on stderr what is being done."""
-    if sys.stderr.isatty() and importlib.util.find_spec("rich"):
-        from rich.console import Console
-
-        with Console(stderr=True).status("") as status:
-            yield status.update
-    else:
-        yield lambda words: print(words, file=sys.stderr, flush=True)
-
-
-def make_task(options: Options, batch_size: int = 32) -> "Task":
+def task_of(options: Options, batch_size: int = 32) -> Task:
     """The task with its options; 32 streams to train on."""
-    function = task_function(options.task)
-    given = pairs("--task-options", options.task_options, function, skip=["batch_size", "length"])
-    check_text(options.task, given)
-    length = {} if options.task in ("digits", "mnist") else {"length": options.length}  # theirs is that of an image
-    return find_task(options.task, **given, batch_size=batch_size, **length)
+    length = None if options.task in ("digits", "mnist") else options.length  # theirs is that of an image
+    return make_task(options.task, task_options(options.task, options.task_options), batch_size, length)
 
 
-def prepare(options: Options, task: "Task", key: Any) -> "tuple[Model, Params, Chunk]":
+def prepare(options: Options, task: Task, key: Any) -> tuple[Model, Params, Chunk]:
     """The model, its parameters after a little training, and one stream from its beginning."""
-    import jax
-    import optax
-
-    from streamgrad import cells
-    from streamgrad.base import Chunk, Model
-    from streamgrad.engine.streams import batched
-    from streamgrad.estimators.bptt import bptt
-    from streamgrad.lab.train.loop import begin, run, training_step
-
-    model = Model(getattr(cells, options.cell)(task.n_in, options.hidden), task.head)
+    model = make_model(options.cell, options.hidden, 1, task)
     optimizer, est = optax.adam(3e-3), batched(bptt(model), task.batch_size)
     ts = begin(model, task, est, optimizer, key)
-    if options.updates:
-        start = jax.tree.map(lambda leaf: leaf[None], ts)
-        steps = run(training_step(task, est, optimizer), task.data, start, options.updates, options.updates)
-        ts = jax.tree.map(lambda leaf: leaf[0], [ts for ts, _ in steps][-1])
+    ts = run_one(training_step(task, est, optimizer), task.data, ts, options.updates)
     many, _ = task.sample(task.data, task.init(key), key)
-    chunk = jax.tree.map(lambda leaf: leaf[0], many)
-    # The chunk begins where the cell does, whether it says so or not.
-    return model, ts.params, Chunk(chunk.inputs, chunk.targets, chunk.reset)
+    return model, ts.params, jax.tree.map(lambda leaf: leaf[0], many)
 
 
-def past_of(task: "Task", key: Any) -> Callable[[int], "Chunk"]:
+def past_of(task: Task, key: Any) -> Callable[[int], Chunk]:
     """Chunks that estimators learn from before they are measured; all see the same ones."""
-    import jax
-
     key = jax.random.fold_in(key, 1)
     sample, seen, state = jax.jit(task.sample), [], task.init(key)
 
-    def past(index: int) -> "Chunk":
+    def past(index: int) -> Chunk:
         nonlocal state
         while len(seen) <= index:
             chunk, state = sample(task.data, state, jax.random.fold_in(key, len(seen)))
@@ -184,19 +144,17 @@ def past_of(task: "Task", key: Any) -> Callable[[int], "Chunk"]:
     return past
 
 
-def _plain(row: "Comparison", rank: int | None) -> dict[str, Any]:
+def _plain(row: Comparison, rank: int | None) -> dict[str, Any]:
     named = {"rank": rank, **row._asdict()}
     return {name: None if isinstance(x, float) and math.isnan(x) else x for name, x in named.items()}
 
 
-def by_rank(rows: Sequence["Comparison"]) -> list[tuple["Comparison", int | None]]:
+def by_rank(rows: Sequence[Comparison]) -> list[tuple[Comparison, int | None]]:
     """Rows with their ranks, the best first; those of hindsight at the end."""
-    from streamgrad.lab.compare import ranks
-
     return sorted(zip(rows, ranks(rows), strict=True), key=lambda pair: (pair[1] is None, pair[0].squared_error))
 
 
-def print_rows(rows: Sequence["Comparison"]) -> None:
+def print_rows(rows: Sequence[Comparison]) -> None:
     """The ranking, what it is made of, and how to read both."""
     ranked = by_rank(rows)
     places = [rank for _, rank in ranked]
@@ -236,7 +194,7 @@ relative to its squared norm.
 """
 
 
-def advice(ranked: Sequence[tuple["Comparison", int | None]]) -> str:
+def advice(ranked: Sequence[tuple[Comparison, int | None]]) -> str:
     """Which rows are worth a look: those that no other online row beats in error without taking longer."""
     online = [row for row, rank in ranked if rank is not None and row.promise != "exact in the chunk"]
     unbiased = [row for row in online if row.promise == "exact" or row.promise.startswith("unbiased")]
@@ -250,18 +208,17 @@ def advice(ranked: Sequence[tuple["Comparison", int | None]]) -> str:
     return "\n".join(filled).replace(GLUE, " ")
 
 
-def unbeaten(rows: Sequence["Comparison"]) -> list["Comparison"]:
+def unbeaten(rows: Sequence[Comparison]) -> list[Comparison]:
     """Those of which no other has a smaller error, beyond noise, in no more time."""
-    from streamgrad.lab.compare import same_error
 
-    def beats(other: "Comparison", row: "Comparison") -> bool:
+    def beats(other: Comparison, row: Comparison) -> bool:
         smaller = other.squared_error < row.squared_error and not same_error(other, row)
         return smaller and other.us_per_step <= row.us_per_step
 
     return [row for row in rows if not any(beats(other, row) for other in rows)]
 
 
-def details(row: "Comparison") -> list[str]:
+def details(row: Comparison) -> list[str]:
     """A row of the second table."""
     bound = "<" if row.predicted_is_bound else ""
     exact = row.verdict == "exact"

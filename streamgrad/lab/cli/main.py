@@ -1,24 +1,24 @@
 """`streamgrad COMMAND …`: finds the command, and answers errors of the user in one sentence.
 
 To add a command: write `streamgrad/lab/cli/<name>.py` with a dataclass `Options`, whose docstring is the help, and a
-`main(options) -> int | None`, and add its line here.
+`main(options) -> int | None`, and add its line here. One that must do without tyro has a `parse(argv)` instead.
 """
 
 import contextlib
 import importlib
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from streamgrad.lab import interrupts
 from streamgrad.lab.cli.options import UsageError
 
-# Each is imported when it is called, so that `--help` answers at once.
+# Each is imported when it is called: not every machine has what the others need.
 COMMANDS = {
     "train": "train any cell with any estimator on any task",
     "reproduce": "run the paper's experiments and write a report",
-    "report": "write the report of a run anew",
+    "report": "write the report of a run again",
     "compare": "bias, variance, time and memory of every estimator for a model",
     "estimators": "list the estimators and what they promise",
     "data": "fetch or check data sets",
@@ -89,16 +89,19 @@ def warnings_on_screen() -> Iterator[None]:
 def run_command(name: str, rest: Sequence[str]) -> int:
     """Run the command of that name with its options; returns the exit code."""
     try:
-        import tyro
-    except ImportError:
-        print('streamgrad: the command line needs its extra: pip install "streamgrad[cli]".', file=sys.stderr)
+        command = importlib.import_module(f"streamgrad.lab.cli.{name}")
+    except ImportError as error:
+        print(f'streamgrad {name} needs {error.name}: pip install "streamgrad[cli]".', file=sys.stderr)
         return 1
-    # LAPACK's own threads and XLA's get in each other's way: an eigendecomposition may take 100 times as long.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    command = importlib.import_module(f"streamgrad.lab.cli.{name}")
     try:
-        single = (tyro.conf.FlagCreatePairsOff,)  # --json without a --no-json
-        options = tyro.cli(command.Options, prog=f"streamgrad {name}", args=rest, config=single)
-    except SystemExit as stop:  # after --help or a wrong option, which tyro has answered
+        options = command.parse(rest) if hasattr(command, "parse") else parse(name, command.Options, rest)
+    except SystemExit as stop:  # after --help or a wrong option, which the parser has answered
         return int(stop.code or 0)
     return command.main(options) or 0
+
+
+def parse(name: str, kind: type, rest: Sequence[str]) -> Any:
+    """The options of a command by tyro, from their dataclass."""
+    import tyro
+
+    return tyro.cli(kind, prog=f"streamgrad {name}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))

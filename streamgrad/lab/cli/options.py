@@ -4,8 +4,10 @@ import ast
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from streamgrad.lab.tasks import task_function
 
 
 class UsageError(ValueError):
@@ -74,7 +76,9 @@ def pairs(option: str, given: Sequence[str], function: Callable, skip: Sequence[
     return found
 
 
-def check_text(task: str, given: Mapping[str, Any]) -> None:
-    """The task text has been given a file; UsageError if not."""
-    if task == "text" and "path" not in given:
+def task_options(task: str, given: Sequence[str]) -> dict[str, Any]:
+    """The options of a task from --task-options, but for those that have an option of their own."""
+    found = pairs("--task-options", given, task_function(task), skip=["batch_size", "length", "folder"])
+    if task == "text" and "path" not in found:
         raise UsageError("the task text needs a file: --task-options path=FILE.")
+    return found

@@ -1,72 +1,81 @@
-"""`streamgrad reproduce`: run the paper's experiments and write a report."""
+"""`streamgrad reproduce`: run the paper's experiments and write a report.
 
-import dataclasses
+Its options are parsed by argparse, and nothing here needs more than jax, numpy and optax: it also runs on a machine
+that has no more, such as a borrowed GPU. The page is then written elsewhere, by `streamgrad report`.
+"""
+
+import argparse
+import importlib.util
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
 
 from streamgrad.lab import interrupts
+from streamgrad.lab.cli.claims import EarlyClaims, print_outcome
 from streamgrad.lab.cli.options import choose
 from streamgrad.lab.experiments import EXTRA, MODULES
+from streamgrad.lab.experiments.reproduce import expand, reproduce
+from streamgrad.lab.manifest import FILE
+from streamgrad.lab.progress import showing
+from streamgrad.lab.report import collect, write_report
 
 FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-NAMES = [*MODULES, "all", *EXTRA]
+PRESETS = ("smoke", "laptop", "paper")
+ABOUT = "Run the paper's experiments and write a report: one HTML page with the figures and what they show."
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Run the paper's experiments and write a report: one HTML page with the figures and what they show."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options."""
+    names = "|".join([*MODULES, "all", *EXTRA])
+    parser = argparse.ArgumentParser("streamgrad reproduce", description=ABOUT, allow_abbrev=False)
+    add = parser.add_argument
+    about = "which; by default all but tune, which searches for the settings that the others are given"
+    add("experiment", nargs="?", default="all", metavar=names, help=about)
+    about = "how large: smoke (about a minute, nearly all of it compilation), laptop (3 to 6 minutes on two cores, the "
+    about += "default), paper (the paper's sizes, for a GPU)"
+    add("--preset", choices=PRESETS, default="laptop", help=about)
+    add("--out", type=Path, help="folder of the run; runs/PRESET by default")
+    about = "folder of the MNIST files; STREAMGRAD_DATA by default"
+    add("--data", metavar="FOLDER", default=os.environ.get("STREAMGRAD_DATA") or None, help=about)
+    about = "go on with a run that was stopped, or add experiments or settings to one"
+    add("--resume", action="store_true", help=about)
+    add("--seed", type=int, help="in place of the preset's")
+    add("--settings", nargs="+", metavar="NAME", help="only these of an experiment, by the names of their folders")
+    about = "write none: needs no orbax, and a setting that was broken off cannot go on"
+    add("--no-checkpoints", dest="checkpoints", action="store_false", help=about)
+    add("--json", action="store_true", help="print the report's path and the claims as JSON; no progress")
+    return parser.parse_args(argv)
 
-    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="|".join(NAMES))] = "all"
-    """Which; by default all but tune, which searches for the settings that the others are given."""
-    preset: Literal["smoke", "laptop", "paper"] = "laptop"
-    """How large: smoke (about a minute, nearly all of it compilation), laptop (3 to 6 minutes on two cores), paper
-    (the paper's sizes, for a GPU)."""
-    out: Path | None = None
-    """Folder of the run; runs/PRESET by default."""
-    data: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = os.environ.get("STREAMGRAD_DATA") or None
-    """Folder of the MNIST files; STREAMGRAD_DATA by default."""
-    resume: bool = False
-    """Go on with a run that was stopped."""
-    seed: int | None = None
-    """In place of the preset's."""
-    json: bool = False
-    """Print the report's path and the claims as JSON; no progress."""
 
-
-def main(options: Options) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run, write the page, and print what became of the claims; a claim that fails is a finding, not an error."""
-    from streamgrad.lab.cli.progress import show_progress
-    from streamgrad.lab.cli.report import EarlyClaims, print_outcome
-    from streamgrad.lab.experiments.reproduce import expand, reproduce
-    from streamgrad.lab.report import collect, write_report
-    from streamgrad.lab.report.run import FILE
-
     choose("experiment", options.experiment, [*MODULES, *EXTRA, "all"])
     folder = options.out or Path("runs") / options.preset
-    names = expand(options.experiment)
-    command = shlex.join(["streamgrad", *sys.argv[1:]])
     if options.preset == "smoke":  # its programs run for milliseconds: compiling fast is worth more
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = flags if FAST_COMPILATION in flags else f"{flags} {FAST_COMPILATION}".strip()
     go_on = f"stopped; the same command with --resume goes on with what is in {folder}."
     interrupts.on_stop(lambda: go_on if (folder / FILE).exists() else "stopped before the run began.")
-    with show_progress(quiet=options.json) as progress:
+    draws = all(importlib.util.find_spec(package) for package in ("matplotlib", "jinja2"))
+    with showing(options.json, 10.0) as progress:
         early = EarlyClaims(folder, progress)
         reproduce(
-            names,
+            expand(options.experiment),
             options.preset,
             folder,
-            progress if options.json else early,
+            early if draws and not options.json else progress,
             data=options.data,
             resume=options.resume,
+            checkpoints=options.checkpoints,
+            command=shlex.join(["streamgrad", *sys.argv[1:]]),
             seed=options.seed,
-            command=command,
+            settings=options.settings,
         )
+    if not draws:
+        print(f"written to {folder}; where matplotlib and jinja2 are, `streamgrad report {folder}` makes the page.")
+        return 0
     content = collect(folder)
     print_outcome(content, write_report(content), options.json, early.shown)
     return 0

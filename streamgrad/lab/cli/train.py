@@ -1,23 +1,27 @@
 """`streamgrad train`: any cell, estimator, task and optimiser."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from streamgrad.checks import check_size
+from streamgrad.engine.online import batched
+from streamgrad.estimators.registry import REGISTRY
 from streamgrad.lab import interrupts
-from streamgrad.lab.cli.options import check_text, choose, from_options, pairs
-from streamgrad.lab.tasks import TASKS, find_task, task_function
+from streamgrad.lab.cli.options import choose, from_options, pairs, task_options
+from streamgrad.lab.manifest import FILE
+from streamgrad.lab.progress import showing
+from streamgrad.lab.tasks import TASKS
+from streamgrad.lab.training import Outcome, Plan, read_metrics, train
+from streamgrad.lab.training.build import make_model, make_optimizer, make_task
+from streamgrad.lab.training.checkpoint import steps
+from streamgrad.lab.training.session import CHECKPOINT
 
 if TYPE_CHECKING:
-    import optax
-
-    from streamgrad.base import Model
-    from streamgrad.lab.tasks.base import Task
-    from streamgrad.lab.train import Outcome
-
     TaskName = str
 else:
     TaskName = Literal[tuple(TASKS)]
@@ -29,7 +33,7 @@ Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=VALUE ...]")]
 class Options:
     """Train any cell with any estimator on any task.
 
-    The folder gets metrics.csv and metrics.jsonl as rows come, run.json, and checkpoints. A run that was broken off
+    The folder gets metrics.csv as rows come, run.json, and checkpoints. A run that was broken off
     goes on with the same command and --resume, and ends bit for bit as if it had never been.
     """
 
@@ -83,103 +87,49 @@ class Options:
 
 def main(options: Options) -> int:
     """Train, and say what came of it; a run that has learnt nothing in any seed has failed."""
-    from streamgrad.checks import check_size
-    from streamgrad.engine.streams import batched
-    from streamgrad.estimators.registry import REGISTRY
-    from streamgrad.lab.train import Plan, train
-    from streamgrad.lab.train.progress import showing
-
     choose("--estimator", options.estimator, tuple(REGISTRY))
     row = REGISTRY[options.estimator]
-    chosen = pairs("--estimator-options", options.estimator_options, row.make, skip=["model"])
+    given = {
+        "task_options": task_options(options.task, options.task_options),
+        "estimator_options": pairs("--estimator-options", options.estimator_options, row.make, skip=["model"]),
+    }
     names = {field.name: f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Options)}
     names["n_hidden"] = "--hidden"
     with from_options(**names):
         sizes = {"batch_size": options.batch_size, "length": options.length}
         check_size(**{name: size for name, size in sizes.items() if size is not None})
-        plan = Plan(
-            options.updates, options.every, options.checkpoint_every, options.seeds, options.seed, options.checkpoints
-        )
-        optimizer = make_optimizer(options)
-    task = make_task(options)
+        plan = Plan(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Plan)})
+        optimizer = make_optimizer(options.optimizer, options.learning_rate, options.momentum, options.clip)
+    task = make_task(options.task, given["task_options"], data=options.data, **sizes)
     with from_options(**names):
-        model = make_model(options, task)
-        estimator = batched(row.make(model, **{**row.options, **chosen}), task.batch_size)
+        model = make_model(options.cell, options.hidden, options.layers, task)
+        estimator = batched(row.make(model, **{**row.options, **given["estimator_options"]}), task.batch_size)
     # Where files lie, what is printed, and what the plan says already do not define the run.
-    apart = {"folder", "data", "resume", "json", "updates", "every", "checkpoint_every", "checkpoints", "seeds", "seed"}
-    described = {name: value for name, value in dataclasses.asdict(options).items() if name not in apart}
-    settings = {"resume": options.resume, "describe": described}
+    apart = {"folder", "data", "resume", "json", *(field.name for field in dataclasses.fields(Plan))}
+    described = {name: value for name, value in dataclasses.asdict(options).items() if name not in apart} | given
     interrupts.on_stop(lambda: what_is_kept(options))
     with showing() as progress:
-        outcome = train(options.folder, plan, model, task, estimator, optimizer, progress=progress, **settings)
+        show = functools.partial(progress, "updates")
+        settings = {"progress": show, "resume": options.resume, "describe": described}
+        outcome = train(options.folder, plan, model, task, estimator, optimizer, **settings)
     print_outcome(options, outcome)
     return 1 if all(found or at is not None for found, at in zip(outcome.risen, outcome.stopped, strict=True)) else 0
 
 
 def what_is_kept(options: Options) -> str:
     """What a run that was stopped has left, and how it goes on."""
-    from streamgrad.lab.train.checkpoint import steps
-    from streamgrad.lab.train.session import CHECKPOINT, RUN
-
     saved = steps(options.folder / CHECKPOINT)
     if saved:
         return f"stopped; the same command with --resume goes on from update {saved[-1]}."
-    if not (options.folder / RUN).exists():
+    if not (options.folder / FILE).exists():
         return "stopped before the run began."
     if options.checkpoints:
         return "stopped before the first update; the same command with --resume begins the run."
     return "stopped; without checkpoints the run cannot go on."
 
 
-def make_task(options: Options) -> "Task":
-    """The task with its options."""
-    given = pairs(
-        "--task-options", options.task_options, task_function(options.task), skip=["batch_size", "length", "folder"]
-    )
-    if options.task == "mnist":
-        given["folder"] = options.data
-    check_text(options.task, given)
-    sizes = {"batch_size": options.batch_size, "length": options.length}
-    return find_task(options.task, **given, **{name: size for name, size in sizes.items() if size is not None})
-
-
-def make_model(options: Options, task: "Task") -> "Model":
-    """The cell, stacked if need be, and the task's head."""
-    from streamgrad import cells
-    from streamgrad.base import Model
-    from streamgrad.checks import check_size
-
-    check_size(layers=options.layers)
-    make = getattr(cells, options.cell)
-    layers = [make(task.n_in if index == 0 else options.hidden, options.hidden) for index in range(options.layers)]
-    return Model(layers[0] if options.layers == 1 else cells.stack(*layers), task.head)
-
-
-def make_optimizer(options: Options) -> "optax.GradientTransformation":
-    """The optimiser with its options."""
-    import optax
-
-    rate, momentum = options.learning_rate, options.momentum
-    for name, value, good in (
-        ("learning_rate", rate, rate > 0),
-        ("momentum", momentum, 0 <= momentum < 1),
-        ("clip", options.clip, options.clip is None or options.clip > 0),
-    ):
-        if not good:
-            span = "of at least 0 and below 1" if name == "momentum" else "above 0"
-            raise ValueError(f"{name} must be a number {span}, not {value!r}.")
-    made = {
-        "adam": lambda: optax.adam(rate, b1=momentum),
-        "rmsprop": lambda: optax.rmsprop(rate, momentum=momentum or None),
-        "sgd": lambda: optax.sgd(rate, momentum=momentum or None),
-    }[options.optimizer]()
-    return made if options.clip is None else optax.chain(optax.clip_by_global_norm(options.clip), made)
-
-
-def print_outcome(options: Options, outcome: "Outcome") -> None:
+def print_outcome(options: Options, outcome: Outcome) -> None:
     """The last loss of each seed, and where the files are."""
-    from streamgrad.lab.train import read_metrics
-
     columns = read_metrics(outcome.folder)
     seeds: list[dict[str, Any]] = []
     for index, stopped in enumerate(outcome.stopped):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Claim(NamedTuple):
-    """A statement of the paper, or of ours, held against recorded numbers.
+    """A statement of the paper, or of this library, held against recorded numbers.
 
     Attributes:
       text: the statement, in one sentence.
@@ -52,9 +52,6 @@ class Section(NamedTuple):
     files: list[str]
 
 
-Progress = Callable[[str, int, int, str], None]  # progress(setting, updates made, of how many, a few words)
-
-
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """One experiment of `streamgrad reproduce`.
@@ -63,8 +60,10 @@ class Experiment:
       name: as on the command line; also the name of its folder inside the run's.
       figure: which figure of the paper it reproduces, in one line.
       presets: by name ("smoke", "laptop", "paper"), its configuration, a frozen dataclass of plain values.
-      run: `run(config, folder, progress, resume=False, data=None)` computes, and writes `folder/*.csv`; `data` is the
-        folder of the MNIST files, or None. A run that was killed goes on with `resume=True`.
+      run: `run(config, folder, progress=silent, resume=False, data=None)` computes, and writes `folder/**/*.csv`;
+        `data` is the folder of the MNIST files, or None. With `resume=True` a run that was killed goes on: what trains
+        goes on from its checkpoint, and any other file that is there is complete and stays. That the configuration is
+        the same is for `reproduce` to check, by the manifest of the whole run.
       sections: `sections(folder) -> list[Section]`, the report of what `run` wrote. Reads CSV files alone.
     """
 

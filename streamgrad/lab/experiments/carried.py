@@ -6,12 +6,8 @@ episodes. Then each setting drives a training of its own. Endless streams are an
 is a running state: `benchmarks/live.py`.
 """
 
-import csv
 import dataclasses
-import functools
-import io
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,21 +16,25 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import streamgrad as sg
-from streamgrad._typing import Array, PyTree
-from streamgrad.adapt.averages import CarriedShared
-from streamgrad.base import Chunk, GradientEstimator, Model, Params
-from streamgrad.estimators import Carry, carried
-from streamgrad.lab.experiments.base import Experiment, Progress
-from streamgrad.lab.experiments.carried_measure import Exact, exact_setting, hindsight, measure, watch, watcher
-from streamgrad.lab.experiments.carried_report import sections
-from streamgrad.lab.files import differences, plain, replace_text
-from streamgrad.lab.tasks import find_task
-from streamgrad.lab.tasks.base import Task
+from streamgrad._typing import Array
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
+from streamgrad.cells import lstm
+from streamgrad.engine.online import batched
+from streamgrad.estimators import bptt, carried, uoro
+from streamgrad.lab.experiments.base import Experiment
+from streamgrad.lab.experiments.carried_report import VARIANCE, sections
+from streamgrad.lab.experiments.episodic import episodic_uoro, estimates, solve_alpha, square_norms
+from streamgrad.lab.experiments.roots import damped_q0
+from streamgrad.lab.experiments.variance import make_task, train_one
+from streamgrad.lab.progress import Progress, silent
+from streamgrad.lab.tables import write_rows
+from streamgrad.lab.tasks import Task
+from streamgrad.lab.training import Plan, begin, run, training_step
+from streamgrad.noise.shaping import Shaping
+from streamgrad.theory import b_matrix, collect, optimal_q0
 
-# Learning rate and momentum of Adam, from Appendix G: for GIR, and for optimal Q_0 and α.
-ADAM = MappingProxyType({"gir": (0.005, 0.8)})
-ADAM_OURS = (0.003, 0.8)
+DRIVER = "one"  # the setting whose gradient the trajectory follows
+DAMPING = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,11 @@ class Config:
       points: at how many points of a trajectory V(Q) is measured.
       draws: gradient estimates of each stream, for each measurement.
       seeds: trainings of each setting.
-      watched: settings whose statistics are gathered along the trajectory, beside that of one stream, which drives.
+      watched: settings whose statistics are gathered along the trajectory, beside that of one stream, which drives, and
+        the exact one.
       trained: settings that drive a training.
-      exact_every: the exact setting looks at one batch in so many along the trajectory; it is slow.
       seed: of all randomness.
+      checkpoints: whether trainings write any.
     """
 
     episodes: str = "digits"
@@ -64,8 +65,8 @@ class Config:
     seeds: int = 1
     watched: tuple[str, ...] = ("all",)
     trained: tuple[str, ...] = ("gir", "one")
-    exact_every: int = 1
     seed: int = 0
+    checkpoints: bool = True
 
 
 PRESETS = MappingProxyType(
@@ -80,110 +81,112 @@ PRESETS = MappingProxyType(
             seeds=3,
             watched=("all", "diagonal", "online"),
             trained=("gir", "exact", "all", "one"),
-            exact_every=4,
         ),
     }
 )
 
 
-class Followed(NamedTuple):
-    """Where a trajectory stands.
-
-    Attributes:
-      params: the model's.
-      optimizer: optax's state.
-      task: where the streams stand.
-      state: of the estimator that drives it; None for the exact setting.
-      shared: the statistics of those that only watch, by name.
-      exact: the exact setting's average of B, or None.
-      update: updates made.
-    """
-
-    params: Params
-    optimizer: PyTree
-    task: PyTree
-    state: Any
-    shared: dict[str, CarriedShared]
-    exact: Exact | None
-    update: Array
-
-
-def episode_settings(length: int) -> dict[str, Carry]:
-    """What is carried over along episodes, by name."""
-    return {
+def make_estimator(name: str, model: Model, task: Task) -> GradientEstimator:
+    """The setting of that name, for all streams of the task."""
+    length = task.length
+    if name == "exact":  # the paper's: Q_0 from exact B of past batches, α exact for the very episode
+        return episodic_uoro(model, task.batch_size, damping=DAMPING, noise="rademacher")
+    carries = {
+        "gir": None,
         "all": carried(episode=length, streams=None, decay=0.95, refresh=1),
         "one": carried(episode=length),
         "diagonal": carried(episode=length, q0="diagonal"),
         "online": carried(episode=length, streams=None, alpha="gir", statistics="appendix_f"),
     }
+    return batched(uoro(model, carry=carries[name]), task.batch_size)
 
 
-def follow(
-    model: Model,
-    task: Task,
-    driver: str,
-    est: GradientEstimator | None,
-    watchers: dict[str, Carry],
-    exact_every: int | None,
-    damping: float = 0.005,
-) -> tuple[Callable[[Array], Followed], Callable[[PyTree, Followed, Array, int], tuple[Followed, Array]]]:
-    """One trajectory, driven by one estimator, along which others gather their statistics.
+def make_optimizer(name: str) -> optax.GradientTransformation:
+    """Adam with the learning rate and momentum of Appendix G: for GIR, or for optimal Q_0 and α."""
+    return optax.adam(0.005 if name == "gir" else 0.003, b1=0.8)
+
+
+def alongside(estimators: Mapping[str, GradientEstimator], driver: str) -> GradientEstimator:
+    """Several estimators on the same streams: one gives the gradient, and all gather what they carry over.
 
     Args:
-      model: the model.
-      task: where chunks come from.
-      driver: the name of the setting whose gradient the optimiser sees.
-      est: its estimator, for all streams; None for the exact setting.
-      watchers: what others would carry over, by name. They gather what they would as drivers, without their gradients.
-      exact_every: how often the exact setting looks at a batch; None for never.
-      damping: of the exact setting.
+      estimators: by name, for a batch of streams.
+      driver: the name of that whose gradient, loss and diagnostics are returned.
 
     Returns:
-      `begin(key)`, and `go(data, followed, key, updates) -> (followed, loss of each update)`.
+      An estimator; its `state.shared` has the states by name.
     """
-    optimizer = optax.adam(*ADAM.get(driver, ADAM_OURS))
-    exact = None if exact_every is None else exact_setting(model, task.length, task.batch_size, damping)
-    learners = {name: watcher(model, carry) for name, carry in watchers.items()}
 
-    def begin(key: Array) -> Followed:
-        params_key, task_key = jax.random.split(key)
-        params = model.init(params_key)
-        return Followed(
-            params,
-            optimizer.init(params),
-            task.init(task_key),
-            None if est is None else est.init(params),
-            {name: init(params) for name, (init, _) in learners.items()},
-            None if exact is None else exact.init(params),
-            jnp.zeros((), jnp.int32),
-        )
+    def init(params: Params) -> EstimatorState:
+        return EstimatorState((), (), {name: est.init(params) for name, est in estimators.items()})
 
-    def update(data: PyTree, now: Followed, key: Array) -> tuple[Followed, Array]:
-        data_key, noise_key = jax.random.split(jax.random.fold_in(key, now.update))
-        chunk, at = task.sample(data, now.task, data_key)
-        state, average = now.state, now.exact
-        if est is None:
-            assert exact is not None and average is not None
-            grads, loss, average = exact.update(now.params, average, chunk, noise_key)
-        else:
-            grads, state, info = est.update(now.params, now.state, chunk, noise_key)
-            loss = jnp.mean(info.loss)
-            if exact is not None and exact_every is not None:
-                look = functools.partial(exact.look, now.params, chunk=chunk)
-                average = jax.lax.cond(now.update % exact_every == 0, look, lambda average: average, average)
-        shared = now.shared
-        if learners:
-            seen = watch(model, now.params, now.state.cell, chunk)
-            shared = {name: look(now.params, shared[name], seen, chunk) for name, (_, look) in learners.items()}
-        grads = jax.tree.map(lambda leaf: leaf / task.length, grads)
-        changes, optimizer_state = optimizer.update(grads, now.optimizer, now.params)
-        params = jax.tree.map(jnp.add, now.params, changes)
-        return Followed(params, optimizer_state, at, state, shared, average, now.update + 1), loss
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
+        found = {name: est.update(params, state.shared[name], chunk, key) for name, est in estimators.items()}
+        grads, _, info = found[driver]
+        return grads, state._replace(shared={name: after for name, (_, after, _) in found.items()}), info
 
-    def go(data: PyTree, now: Followed, key: Array, updates: int) -> tuple[Followed, Array]:
-        return jax.lax.scan(lambda now, _: update(data, now, key), now, length=updates)
+    return GradientEstimator(init, update)
 
-    return begin, jax.jit(go, static_argnums=3)
+
+class Measured(NamedTuple):
+    """What was measured.
+
+    Attributes:
+      v: mean of ‖ĝ - g‖² - ‖g‖² over streams and draws, divided by the mean ‖g‖² over streams.
+      error: standard error of it over draws.
+      square: mean ‖g‖².
+    """
+
+    v: Array
+    error: Array
+    square: Array
+
+
+def measure(model: Model, draws: int) -> Callable[..., Measured]:
+    """Make `measured(params, chunk, q0, alpha, key)`; a chunk is an episode for each stream.
+
+    `q0` is `[N, N]` or `[N]`, and `alpha` `[B, T]`, or None for GIR's. The noise is Gaussian.
+    """
+    exact = bptt(model)
+
+    @jax.jit
+    def measured(params: Params, chunk: Chunk, q0: Array, alpha: Array | None, key: Array) -> Measured:
+        pair = Shaping(q0, 1 / q0 if q0.ndim == 1 else jnp.linalg.inv(q0))
+        logs = None if alpha is None else jnp.log(alpha)
+        gradients = jax.vmap(lambda one: exact.update(params, exact.init(params), one, None)[0].cell)(chunk)
+        squares = square_norms(gradients)
+
+        def draw(_: None, key: Array) -> tuple[None, Array]:
+            keys = jax.random.split(key, len(squares))
+            found = estimates(model, params, chunk, keys, pair, logs, "gaussian")[0].cell
+            return None, jnp.mean(square_norms(jax.tree.map(jnp.subtract, found, gradients)) - squares)
+
+        _, values = jax.lax.scan(draw, None, jax.random.split(key, draws))
+        square = jnp.mean(squares)
+        return Measured(jnp.mean(values) / square, jnp.std(values) / jnp.sqrt(draws) / square, square)
+
+    return measured
+
+
+def hindsight(model: Model, rounds: int = 3) -> Callable[[Params, Chunk], tuple[Array, Array]]:
+    """Make `choose(params, chunk)`: α of each episode from its own C, Q_0 from B of this very batch, by turns.
+
+    Nothing of it is known before the episodes have ended. As Q_0 is fitted to the few episodes that it is then measured
+    on, no other can be expected to reach it.
+    """
+
+    @jax.jit
+    def choose(params: Params, chunk: Chunk) -> tuple[Array, Array]:
+        episodes = jax.vmap(lambda one: collect(model, params, one))(chunk)
+
+        def turn(q0: Array, _: None) -> tuple[Array, Array]:
+            alpha = jax.vmap(lambda ep: solve_alpha(ep, q0))(episodes)
+            return optimal_q0(jnp.mean(jax.vmap(b_matrix)(episodes, alpha), axis=0), DAMPING), alpha
+
+        q0, alphas = jax.lax.scan(turn, jnp.eye(episodes.b.shape[-1], dtype=episodes.b.dtype), length=rounds)
+        return q0, alphas[-1]
+
+    return choose
 
 
 def trajectory(model: Model, task: Task, config: Config, progress: Progress) -> Iterator[dict[str, Any]]:
@@ -198,51 +201,42 @@ def trajectory(model: Model, task: Task, config: Config, progress: Progress) -> 
     Yields:
       The rows.
     """
-    carries, updates = episode_settings(task.length), config.updates
-    watchers = {name: carry for name, carry in carries.items() if name in config.watched}
-    est = sg.batched(sg.uoro(model, carry=carries["one"]), task.batch_size)
-    begin, go = follow(model, task, "one", est, watchers, config.exact_every)
-    look_back = hindsight(model, damping=0.005)
-    measured = measure(model, task.length, config.draws)
-    solve = exact_setting(model, task.length, task.batch_size, 0.005)
-    root = jax.random.key(7 + config.seed)
-    now, each = begin(root), updates // config.points
-    size = sg.cuts.layout(model.cell, model.cell.cuts["preactivation"]).size
-    for point in range(config.points):
-        now, loss = go(task.data, now, root, each)
-        key = jax.random.fold_in(root, 2**31 + point)
+    names = (DRIVER, *config.watched, "exact")
+    est, optimizer = (
+        alongside({name: make_estimator(name, model, task) for name in names}, DRIVER),
+        make_optimizer(DRIVER),
+    )
+    look_back, measured = hindsight(model), measure(model, config.draws)
+    solve = jax.jit(lambda params, chunk, q0: jax.vmap(lambda c: solve_alpha(collect(model, params, c), q0))(chunk))
+    root, each = jax.random.key(7 + config.seed), config.updates // config.points
+    start = jax.tree.map(lambda leaf: leaf[None], begin(model, task, est, optimizer, root))
+    step = training_step(task, est, optimizer)
+    for point, (many, rows) in enumerate(run(step, task.data, start, each * config.points, each)):
+        now = jax.tree.map(lambda leaf: leaf[0], many)
+        key, loss = jax.random.fold_in(root, 2**31 + point), float(rows["loss"].mean())
         chunk, _ = task.sample(task.data, task.init(key), key)
         chunk = Chunk(chunk.inputs, chunk.targets)
-        shared = {"one": now.state.shared, **now.shared}
-        choices: dict[str, tuple] = {"gir": (jnp.eye(size), None), "hindsight": look_back(now.params, chunk)}
-        assert now.exact is not None
-        choices["exact"] = solve.choose(now.params, now.exact, chunk)
+        shared = {name: state.shared for name, state in now.estimator.shared.items()}
+        exact = shared.pop("exact")
+        q0 = damped_q0(exact.b, exact.damping).q0
+        gir = (jnp.eye(len(q0), dtype=q0.dtype), None)
+        choices = {"gir": gir, "hindsight": look_back(now.params, chunk), "exact": (q0, solve(now.params, chunk, q0))}
         # One that is not ready yet would use the identity and GIR.
-        choices |= {
-            name: chosen(state, task) if bool(state.ready) else choices["gir"] for name, state in shared.items()
-        }
+        choices |= {name: carried_over(its, task) if bool(its.ready) else gir for name, its in shared.items()}
         for name, (q0, alpha) in choices.items():
             found = measured(now.params, chunk, q0, alpha, key)
-            yield {
-                "task": task.name,
-                "update": int(now.update),
-                "loss": float(jnp.mean(loss)),
-                "setting": name,
-                "v": float(found.v),
-                "error": float(found.error),
-                "square": float(found.square),
-                "ready": float(shared[name].ready) if name in shared else 1.0,
-                "gamma": gamma_of(alpha),
-            }
-        progress(task.name, int(now.update), updates, f"loss {float(jnp.mean(loss)):.3f}")
+            ready = float(shared[name].ready) if name in shared else 1.0
+            row = {"task": task.name, "update": int(now.step), "loss": loss, "setting": name}
+            yield row | {k: float(x) for k, x in found._asdict().items()} | {"ready": ready, "gamma": gamma_of(alpha)}
+        progress(task.name, int(now.step), config.updates, f"loss {loss:.3f}")
 
 
-def chosen(shared: Any, task: Task) -> tuple[Array, Array | None]:
+def carried_over(shared: Any, task: Task) -> tuple[Array, Array | None]:
     """Q_0 and α of every stream that a setting would use for the next episode."""
-    q0, alpha = shared.shaping.q0, shared.alpha
-    if alpha is None:
-        return q0, None
-    return q0, jnp.broadcast_to(alpha[:, 0][None], (task.batch_size, task.length))
+    alpha = shared.alpha
+    if alpha is not None:
+        alpha = jnp.broadcast_to(alpha[:, 0][None], (task.batch_size, task.length))
+    return shared.shaping.q0, alpha
 
 
 def gamma_of(alpha: Array | None) -> float:
@@ -253,70 +247,35 @@ def gamma_of(alpha: Array | None) -> float:
     return float(jnp.exp((logs[0] - logs[-1]) / max(len(logs) - 1, 1)))
 
 
-def training(model: Model, task: Task, name: str, config: Config, progress: Progress) -> Iterator[dict[str, Any]]:
-    """Rows of the loss of one setting that drives its own training."""
-    carry = episode_settings(task.length).get(name)
-    est = None if name == "exact" else sg.batched(sg.uoro(model, carry=carry), task.batch_size)
-    begin, go = follow(model, task, name, est, {}, 1 if name == "exact" else None)
-    each = max(1, config.updates // 20)
-    for seed in range(config.seeds):
-        root = jax.random.key(100 + config.seed + seed)
-        now = begin(root)
-        while int(now.update) < config.updates:
-            now, loss = go(task.data, now, root, min(each, config.updates - int(now.update)))
-            yield {"setting": name, "seed": seed, "update": int(now.update), "loss": float(jnp.mean(loss))}
-            done = seed * config.updates + int(now.update)
-            progress(f"training, {name}", done, config.seeds * config.updates, f"loss {float(jnp.mean(loss)):.3f}")
-
-
-def run(config: Config, folder: Path, progress: Progress, resume: bool = False, data: Path | None = None) -> None:
-    """Run it, and write `variance_*.csv` and `training_*.csv` into the folder.
+def run_all(
+    config: Config, folder: Path, progress: Progress = silent, resume: bool = False, data: Path | None = None
+) -> None:
+    """Write `variance_episodes.csv`, and `<setting>/metrics.csv` of every setting that is trained.
 
     Args:
       config: one of the presets, or another.
       folder: where to.
       progress: told how far it is.
-      resume: whether parts that are complete are kept; those of another configuration are refused.
+      resume: keep what is there, and go on with the trainings that were broken off.
       data: folder with MNIST.
     """
-    begin_folder(folder, config, resume)
-    where = {"folder": data} if config.episodes == "mnist" else {}
-    task = find_task(config.episodes, batch_size=config.streams, **where)
-    model = sg.Model(sg.cells.lstm(task.n_in, config.hidden), task.head)
-    write(folder / "variance_episodes.csv", resume, lambda: trajectory(model, task, config, progress))
+    task = make_task(config.episodes, config.streams, data)
+    model = Model(lstm(task.n_in, config.hidden), task.head)
+    if not (resume and (folder / VARIANCE).exists()):
+        write_rows(folder / VARIANCE, list(trajectory(model, task, config, progress)), digits=6)
+    every = max(1, config.updates // 20)
+    plan = Plan(config.updates, every, None, config.seeds, 100 + config.seed, config.checkpoints)
+    described = {name: getattr(config, name) for name in ("episodes", "hidden", "streams")}
     for name in config.trained:
-        write(folder / f"training_{name}.csv", resume, lambda name=name: training(model, task, name, config, progress))
-
-
-def begin_folder(folder: Path, config: Config, resume: bool) -> None:
-    """Make the folder, and write down what it is for; ValueError where it holds something else."""
-    made, noted = plain(dataclasses.asdict(config)), folder / "config.json"
-    if noted.exists() and not resume:
-        raise ValueError(f"the folder {folder} has a run already: choose another, or resume it.")
-    if noted.exists() and (found := differences(json.loads(noted.read_text()), made)):
-        raise ValueError(f"the run in {folder} is another one: {'; '.join(found)}.")
-    if not noted.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_text(noted, json.dumps(made, indent=2) + "\n")
-
-
-def write(path: Path, resume: bool, rows: Callable[[], Iterator[dict[str, Any]]]) -> None:
-    """Write rows as CSV once all are there, so that a file that is there is complete."""
-    if resume and path.exists():
-        return
-    found = list(rows())
-    text = io.StringIO()
-    writer = csv.DictWriter(text, found[0], lineterminator="\n")
-    writer.writeheader()
-    for row in found:
-        writer.writerow({key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()})
-    replace_text(path, text.getvalue())
+        parts = (model, task, make_estimator(name, model, task), make_optimizer(name))
+        about = {"experiment": "carried", "config": described, "setting": name}
+        train_one(folder / name, plan, parts, f"training, {name}", progress, resume=resume, describe=about)
 
 
 EXPERIMENT = Experiment(
     "carried",
     "Beyond the paper: Q_0 and alpha from past windows, against GIR and against those that see the future",
     PRESETS,
-    run,
+    run_all,
     sections,
 )

@@ -1,15 +1,18 @@
 """The report of the experiment `carried`: tables, figures and claims from its CSV files."""
 
-import csv
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from streamgrad.lab.experiments import plots
 from streamgrad.lab.experiments.base import Claim, Section, Table
 from streamgrad.lab.experiments.evidence import Estimate, judge, mean_of, show_ratio
+from streamgrad.lab.experiments.records import Record, read_settings
+from streamgrad.lab.tables import read_rows
 
+VARIANCE = "variance_episodes.csv"
 TITLES = MappingProxyType(
     {
         "gir": "identity, GIR",
@@ -21,32 +24,19 @@ TITLES = MappingProxyType(
         "online": "B of Appendix F from all streams, GIR",
     }
 )
-# Okabe and Ito's colours, which tell apart also for most who see colours differently.
-COLOURS = dict(
-    zip(
-        TITLES,
-        ("#000000", "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7"),
-        strict=True,
-    )
-)
+COLOURS = dict(zip(TITLES, plots.COLOURS, strict=True))
 # The statistics are young at the first points of a trajectory.
 WARM = 0.25
 
 
 def sections(folder: Path) -> list[Section]:
-    """The report of what `run` wrote into the folder; parts that were not run are left out."""
-    path = folder / "variance_episodes.csv"
-    found = [variance_section(path.name, read(path))] if path.exists() else []
-    trained = sorted(folder.glob("training_*.csv"))
-    if trained:
-        found.append(training_section(trained))
+    """The report of what was written into the folder; parts that were not run are left out."""
+    found = []
+    if (folder / VARIANCE).exists():
+        found.append(variance_section(read_rows(folder / VARIANCE)))
+    if any(folder.glob("*/metrics.csv")):
+        found.append(training_section(read_settings(folder, list(TITLES))))
     return found
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a CSV file, numbers as numbers."""
-    with path.open(newline="") as file:
-        return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
 
 def warm(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -64,24 +54,26 @@ def means(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: float(np.exp(np.mean(np.log(v)))) for name, v in warm(rows).items()}
 
 
-def variance_section(file: str, rows: list[dict[str, Any]]) -> Section:
+def variance_section(rows: list[dict[str, Any]]) -> Section:
     """V(Q) along a trajectory: a figure, a table, and the two claims."""
     mean = means(rows)
     shown = [name for name in TITLES if name in mean]
-    gamma = {}
+    fig, ax = _axes("V(Q) / ‖g‖²")
+    ax.set_yscale("log")
+    table = Table(["Q_0, alpha", "V/|g|^2", "identity, GIR over it", "mean gamma"], [])
     for name in shown:
-        known = [row["gamma"] for row in rows if row["setting"] == name and np.isfinite(row["gamma"])]
-        gamma[name] = f"{np.mean(known):.3f}" if known else "of the noise"
-    table = Table(
-        ["Q_0, alpha", "V/|g|^2", "identity, GIR over it", "mean gamma"],
-        [[TITLES[name], f"{mean[name]:.1f}", f"{mean['gir'] / mean[name]:.2f}", gamma[name]] for name in shown],
-    )
-    figure = _curves(rows, shown, "v")
+        mine = [row for row in rows if row["setting"] == name]
+        known = [row["gamma"] for row in mine if np.isfinite(row["gamma"])]
+        gamma = f"{np.mean(known):.3f}" if known else "of the noise"
+        table.rows.append([TITLES[name], f"{mean[name]:.1f}", f"{mean['gir'] / mean[name]:.2f}", gamma])
+        points = sorted((row["update"], row["v"]) for row in mine)
+        ax.plot(*zip(*points, strict=True), color=COLOURS[name], marker="o", markersize=3, label=TITLES[name])
+    plots.legend_below(fig, ax, 1)
     text = (
         "At each point all settings are measured on the same episodes with the same Gaussian noise at the same "
         "parameters: the mean of ‖ĝ - g‖² - ‖g‖² over streams and draws, over the mean ‖g‖²."
     )
-    return Section("Digits, row by row: V(Q) along one trajectory", figure, text, claims(rows), table, [file])
+    return Section("Digits, row by row: V(Q) along one trajectory", fig, text, claims(rows), table, [VARIANCE])
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -105,44 +97,22 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     return [*found, judge(text, [log.above(float(np.log(3)))], detail)]
 
 
-def training_section(paths: list[Path]) -> Section:
+def training_section(records: dict[str, Record]) -> Section:
     """The loss of each setting that drove its own training."""
-    rows = [row for path in paths for row in read(path)]
-    shown = [name for name in TITLES if any(row["setting"] == name for row in rows)]
-    last = max(row["update"] for row in rows)
-    cells = []
-    for name in shown:
-        late = [row["loss"] for row in rows if row["setting"] == name and row["update"] > 0.9 * last]
-        seeds = len({row["seed"] for row in rows if row["setting"] == name})
-        cells.append([TITLES[name], f"{np.mean(late):.3f}", str(seeds)])
-    table = Table(["Q_0, alpha", f"loss, last tenth of {int(last)} updates", "seeds"], cells)
+    fig, ax = _axes("loss")
+    table = Table(["Q_0, alpha", "", "seeds"], [])
+    for name, record in records.items():
+        plots.draw_curve(ax, record, "loss", TITLES[name], 0, style="-", band=False, color=COLOURS[name])
+        late = record.late("loss", 0.1)
+        table.rows.append([TITLES[name], f"{np.nanmean(late):.3f}", str(len(late))])
+        table.header[1] = f"loss, last tenth of {record.update[-1]} updates"
+    plots.legend_below(fig, ax, 1)
     text = "Each setting drives its own training, with the learning rate and momentum that Appendix G found for it."
-    return Section("Training", _curves(rows, shown, "loss"), text, [], table, [path.name for path in paths])
+    return Section("Training", fig, text, [], table, [f"{name}/metrics.csv" for name in records])
 
 
-def _curves(rows: list[dict[str, Any]], names: list[str], column: str) -> Any:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.8), layout="constrained")
-    ax = figure.subplots()
-    for name in names:
-        mine = [row for row in rows if row["setting"] == name]
-        updates = sorted({row["update"] for row in mine})
-        values = [np.mean([row[column] for row in mine if row["update"] == update]) for update in updates]
-        marker = "o" if column == "v" else None
-        ax.plot(updates, values, color=COLOURS[name], marker=marker, markersize=3, label=TITLES[name])
-    ax.set_xlabel("updates")
-    ax.set_ylabel("V(Q) / ‖g‖²" if column == "v" else "loss")
-    if column == "v":
-        ax.set_yscale("log")
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(alpha=0.25, linewidth=0.6)
-    figure.legend(loc="outside lower center", frameon=False, fontsize=8)
-    return figure
-
-
-def _number(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _axes(label: str) -> tuple[Any, Any]:
+    fig, axes = plots.figure(height=4.8)
+    axes[0, 0].set_xlabel("updates")
+    axes[0, 0].set_ylabel(label)
+    return fig, axes[0, 0]

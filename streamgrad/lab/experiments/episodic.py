@@ -23,13 +23,13 @@ from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Mode
 from streamgrad.checks import check_choice, check_size, leading_length
 from streamgrad.estimators.uoro import UoroShared, uoro
 from streamgrad.lab.experiments.roots import ROOTS, damped_q0
-from streamgrad.lab.train.loop import Row, Summary
+from streamgrad.lab.training.loop import Row, Summary
 from streamgrad.noise.rescale import total_log_alpha
 from streamgrad.noise.shaping import Shaping
 from streamgrad.noise.sources import find_noise
 from streamgrad.step import cuts
-from streamgrad.theory import Episode, b_matrix, collect, optimal_alpha
-from streamgrad.theory.matrices import c_by_group
+from streamgrad.theory import Episode, b_matrix, c_matrix, collect, optimal_alpha
+from streamgrad.theory.matrices import c_by_group, spatial_of
 from streamgrad.theory.objective import cross_term, kurtosis_term
 from streamgrad.theory.spatial import spatial_of
 
@@ -40,7 +40,7 @@ MEASURED = ("intrinsic", "expected", "actual", "total", "total_actual")
 
 
 class EpisodicShared(NamedTuple):
-    """What one update leaves to the next. All of it may be mapped over, so that a sweep is one compiled program.
+    """What one update leaves to the next. All of it may be mapped over: a sweep is one program.
 
     Attributes:
       b: B̄, `[N, N]`; None where Q_0 is the identity.
@@ -56,8 +56,8 @@ class EpisodicShared(NamedTuple):
 def episodic_uoro(
     model: Model,
     batch_size: int,
-    q0: str = "ours",
-    alpha: str = "ours",
+    q0: str = "optimal",
+    alpha: str = "optimal",
     decay: float = 0.9,
     damping: float = 0.005,
     noise: Any = "gaussian",
@@ -68,8 +68,8 @@ def episodic_uoro(
     Args:
       model: the model; its cell must have a single weight matrix.
       batch_size: B, the number of streams.
-      q0: "identity" or "ours".
-      alpha: "gir" or "ours".
+      q0: "identity" or "optimal".
+      alpha: "gir" or "optimal".
       decay: of B̄.
       damping: of Q_0, relative to the mean eigenvalue of B̄.
       noise: as in `uoro`.
@@ -92,8 +92,8 @@ def episodic_uoro(
       ((8, 8), (2,), (2, 3))
     """
     check_size(batch_size=batch_size)
-    check_choice("q0", q0, ("identity", "ours"))
-    check_choice("alpha", alpha, ("gir", "ours"))
+    check_choice("q0", q0, ("identity", "optimal"))
+    check_choice("alpha", alpha, ("gir", "optimal"))
     check_choice("root", root, ROOTS)
     for name, value in {"decay": decay, "damping": damping}.items():
         if not 0 < value < 1:
@@ -101,53 +101,65 @@ def episodic_uoro(
     layout = cuts.layout(model.cell, model.cell.cuts["preactivation"])
     if len(layout.rows) != 1:
         raise ValueError("episodic_uoro needs a cell with a single weight matrix, such as the LSTM.")
-    kurtosis = find_noise(noise).kurtosis
 
     def init(params: Params) -> EstimatorState:
         dtype = real_dtype(params.cell)
-        b = jnp.zeros((layout.size, layout.size), dtype) if q0 == "ours" else None
+        b = jnp.zeros((layout.size, layout.size), dtype) if q0 == "optimal" else None
         return EstimatorState((), (), EpisodicShared(b, jnp.asarray(decay, dtype), jnp.asarray(damping, dtype)))
 
     @jax.jit
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
         shared = state.shared
         pair = None if shared.b is None else damped_q0(shared.b, shared.damping, root)
-        episodes = jax.vmap(lambda one: collect(model, params, one))(chunk)
-        theory = jax.vmap(lambda ep: _theory(ep, pair, kurtosis))(episodes)
-        log_alpha, residual = None, jnp.zeros(batch_size, theory.c.dtype)
-        if alpha == "ours":
-            best = jax.vmap(lambda c: optimal_alpha(c, _ITERATIONS, _TOLERANCE))(theory.c)
-            log_alpha, residual = jnp.log(best.alpha), best.residual
-
-        grads, info = _process(model, params, chunk, jax.random.split(key, batch_size), pair, log_alpha, noise)
-        if log_alpha is None:
-            log_alpha = jax.vmap(total_log_alpha)(info.diagnostics["gamma"], info.diagnostics["beta"])[..., 0]
-        expected = jax.vmap(_v)(theory.c, log_alpha)
-        off = jax.tree.map(jnp.subtract, grads.cell, episodes.gradient.cell)
-        squared_error, intrinsic = _square_norms(off), _square_norms(episodes.gradient.cell)
-        diagnostics = {
-            "intrinsic": intrinsic,
-            "expected": expected,
-            "actual": squared_error - intrinsic,
-            "total": expected + theory.rest,
-            "total_actual": squared_error,
-            "residual": residual,
-            "log_alpha": log_alpha,
-        }
+        keys = jax.random.split(key, batch_size)
+        grads, episodes, info = _update(model, params, chunk, keys, pair, alpha == "optimal", noise)
         if shared.b is not None:
-            b = jnp.mean(jax.vmap(b_matrix)(episodes, jnp.exp(log_alpha)), axis=0)
+            b = jnp.mean(jax.vmap(b_matrix)(episodes, jnp.exp(info.diagnostics["log_alpha"])), axis=0)
             shared = shared._replace(b=shared.decay * shared.b + (1 - shared.decay) * b)
         mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads)
-        return mean, state._replace(shared=shared), Info(info.loss, diagnostics)
+        return mean, state._replace(shared=shared), info
 
     def checked(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Params, EstimatorState, Info]:
         size = leading_length(chunk, "the batch")
         if size != batch_size:
             raise ValueError(f"the chunk has {size} streams, but the estimator was made for {batch_size}.")
-        # Each chunk is one episode from its beginning, so that its resets say nothing new.
+        # Each chunk is one episode from its beginning: its resets say nothing new.
         return update(params, state, Chunk(chunk.inputs, chunk.targets), key)
 
     return GradientEstimator(init, checked)
+
+
+def _update(
+    model: Model, params: Params, chunk: Chunk, keys: Array, pair: Shaping | None, optimal: bool, noise: Any
+) -> tuple[Params, Episode, Info]:
+    """Gradients of all streams, their episodes, and an info with what was predicted and measured."""
+    episodes = jax.vmap(lambda one: collect(model, params, one))(chunk)
+    theory = jax.vmap(lambda ep: _theory(ep, pair, find_noise(noise).kurtosis))(episodes)
+    log_alpha, residual = None, jnp.zeros(len(keys), theory.c.dtype)
+    if optimal:
+        best = jax.vmap(lambda c: optimal_alpha(c, _ITERATIONS, _TOLERANCE))(theory.c)
+        log_alpha, residual = jnp.log(best.alpha), best.residual
+    grads, info = estimates(model, params, chunk, keys, pair, log_alpha, noise)
+    if log_alpha is None:
+        log_alpha = jax.vmap(total_log_alpha)(info.diagnostics["gamma"], info.diagnostics["beta"])[..., 0]
+    expected = jax.vmap(_v)(theory.c, log_alpha)
+    off = jax.tree.map(jnp.subtract, grads.cell, episodes.gradient.cell)
+    squared_error, intrinsic = square_norms(off), square_norms(episodes.gradient.cell)
+    diagnostics = {
+        "intrinsic": intrinsic,
+        "expected": expected,
+        "actual": squared_error - intrinsic,
+        "total": expected + theory.rest,
+        "total_actual": squared_error,
+        "residual": residual,
+        "log_alpha": log_alpha,
+    }
+    return grads, episodes, Info(info.loss, diagnostics)
+
+
+def solve_alpha(ep: Episode, q0: Array) -> Float[Array, " T"]:
+    """The optimal α of an episode for that Q_0, to a precision that V(Q) does not notice."""
+    return optimal_alpha(c_matrix(ep, q0), _ITERATIONS, _TOLERANCE).alpha
 
 
 def shown_steps(length: int, most: int = 8) -> list[int]:
@@ -191,12 +203,26 @@ def _v(c: Float[Array, "T T"], log_alpha: Float[Array, " T"]) -> Float[Array, ""
     return jnp.sum(c * jnp.exp(2 * (log_alpha[None, :] - log_alpha[:, None])))
 
 
-def _process(
+def estimates(
     model: Model, params: Params, chunk: Chunk, keys: Array, pair: Shaping | None, log_alpha: Array | None, noise: Any
 ) -> tuple[Params, Info]:
-    """UORO on every stream, each with its own α; the gradients stay apart."""
+    """UORO on every stream, each with its own α; the gradients stay apart.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      chunk: an episode for each stream.
+      keys: one for each stream.
+      pair: Q_0 and its inverse; None for the identity.
+      log_alpha: `[B, T]`; None for GIR.
+      noise: as in `uoro`.
+
+    Returns:
+      The gradients, with streams leading, and the info of each.
+    """
     given = log_alpha is not None
-    est = uoro(model, noise=noise, rescale=np.ones(leading_length(_first(chunk), "time")) if given else "gir")
+    length = leading_length(jax.tree.map(lambda leaf: leaf[0], chunk), "time")
+    est = uoro(model, noise=noise, rescale=np.ones(length) if given else "gir")
     alpha = jnp.exp(log_alpha)[:, :, None] if given else None
     state = est.init(params)._replace(shared=UoroShared(pair, alpha))
     axes = EstimatorState(cell=None, memory=None, shared=UoroShared(shaping=None, rescaling=0 if given else None))
@@ -204,10 +230,6 @@ def _process(
     return grads, info
 
 
-def _first(chunk: Chunk) -> Chunk:
-    return jax.tree.map(lambda leaf: leaf[0], chunk)
-
-
-def _square_norms(tree: Any) -> Float[Array, " B"]:
+def square_norms(tree: Any) -> Float[Array, " B"]:
     """‖·‖² of every stream, the leading axis."""
     return jax.vmap(lambda one: jnp.sum(ravel_pytree(one)[0] ** 2))(tree)

@@ -1,12 +1,13 @@
 """Reading what a run has recorded: trials as rows of arrays, their means over windows, and how sure those are."""
 
-import csv
 import dataclasses
 from pathlib import Path
 
 import numpy as np
 
 from streamgrad.lab.experiments.evidence import quantile
+from streamgrad.lab.training import read_metrics
+from streamgrad.lab.training.metrics import CSV, has_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,48 +37,38 @@ def read_record(path: Path) -> Record:
     """Read a `metrics.csv`, with the columns `update`, `seed` and any others.
 
     Args:
-      path: the file.
+      path: the file; half a row at its end, as a run that goes on may have, is left out.
 
     Returns:
       The record.
     """
-    with path.open(newline="") as file:
-        reader = csv.reader(file)
-        header = next(reader, [])
-        if not {"update", "seed"} <= set(header):
-            raise ValueError(f"{path} has no columns update and seed: it is not a file of metrics.")
-        # A run that was killed may leave half a row.
-        rows = [row for row in reader if len(row) == len(header)]
-    if not rows:
+    table = read_metrics(path, cut_off=True)
+    if not len(table["update"]):
         raise ValueError(f"{path} has no rows yet.")
-    table = {name: [row[i] for row in rows] for i, name in enumerate(header)}
-    updates, row_of = np.unique(np.array(table["update"], float).astype(int), return_inverse=True)
-    seeds, trial_of = np.unique(np.array(table["seed"], float).astype(int), return_inverse=True)
-    columns = {}
-    for name in header:
-        if name in ("update", "seed"):
-            continue
-        values = np.full((trial_of.max() + 1, len(updates)), np.nan)
-        try:
-            values[trial_of, row_of] = [float(cell) if cell else np.nan for cell in table[name]]
-        except ValueError:
-            continue  # words, not a measurement
-        columns[name] = values
+    updates, row_of = np.unique(table.pop("update"), return_inverse=True)
+    seeds, trial_of = np.unique(table.pop("seed"), return_inverse=True)
+    columns = {name: np.full((len(seeds), len(updates)), np.nan) for name in table}
+    for name, values in table.items():
+        columns[name][trial_of, row_of] = values
     return Record(updates, columns, tuple(int(seed) for seed in seeds))
 
 
 def read_settings(folder: Path, names: list[str]) -> dict[str, Record]:
-    """The records of those settings that have been run, each in the folder of its name.
+    """The records of those settings of which at least one trial has run to the end with finite losses.
 
-    Not of those that have a header alone, because every trial diverged in its first row.
+    Args:
+      folder: each setting has a folder of its name in it, with its metrics.
+      names: the settings.
+
+    Returns:
+      The records by name. ValueError where there is none.
     """
-    found = {name: folder / name / "metrics.csv" for name in names}
-    return {name: read_record(path) for name, path in found.items() if path.exists() and _has_rows(path)}
-
-
-def _has_rows(path: Path) -> bool:
-    with path.open() as file:
-        return len(file.readlines(2**16)) > 1
+    paths = {name: path for name in names if (path := Path(folder) / name / CSV).exists() and has_rows(path.parent)}
+    found = {name: read_record(path) for name, path in paths.items()}
+    finished = {name: record for name, record in found.items() if len(finite_trials(record, "loss"))}
+    if not finished:
+        raise ValueError(f"{folder} has no metrics of any of {', '.join(names)}.")
+    return finished
 
 
 def mean_and_half_width(trials: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,10 +10,7 @@ A network learns for a while, by BPTT, to recall the bit of a few steps ago. The
 one stream of it. σ falls over six decades, so that it is computed in float64, whatever the default is.
 """
 
-import csv
 import dataclasses
-import io
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +28,12 @@ from streamgrad.base import Chunk, Model, Params
 from streamgrad.engine.estimator import transition
 from streamgrad.engine.streams import batched
 from streamgrad.estimators import Shaping, bptt, reinforce, shaping, uoro, with_sigma
-from streamgrad.lab.experiments.base import Experiment, Progress
-from streamgrad.lab.experiments.reinforce_report import sections
-from streamgrad.lab.files import replace_text
+from streamgrad.lab.experiments.base import Experiment
+from streamgrad.lab.experiments.reinforce_report import FILES, sections
+from streamgrad.lab.progress import Progress, silent
+from streamgrad.lab.tables import write_rows
+from streamgrad.lab.tasks import Task
+from streamgrad.lab.training import begin, run_one, training_step
 from streamgrad.step.cuts import layout
 
 CELLS: Mapping[str, Callable] = {"vanilla": cells.vanilla, "lstm": cells.lstm, "gru": cells.gru}
@@ -115,7 +115,7 @@ class Subject(NamedTuple):
 
 
 def run(
-    config: Config, folder: Path, progress: Progress | None = None, resume: bool = False, data: Path | None = None
+    config: Config, folder: Path, progress: Progress = silent, resume: bool = False, data: Path | None = None
 ) -> None:
     """Compute everything, and write `folder/*.csv` at the end.
 
@@ -123,24 +123,20 @@ def run(
       config: one of `PRESETS`, or a variation.
       folder: of this experiment.
       progress: `progress(setting, parts done, of how many, a few words)`.
-      resume: do nothing where the results of this very configuration are there; there is nothing to go on with.
+      resume: do nothing where the results are there; there is nothing to go on with.
       data: needs none.
     """
     del data
-    folder = Path(folder)
-    made = json.dumps(dataclasses.asdict(config), indent=2)
-    done = folder / "config.json"
-    if resume and done.exists() and done.read_text() == made:
+    paths = [Path(folder) / file for file in FILES]
+    if resume and all(path.exists() for path in paths):
         return
-    parts = 3 * len(config.cells) + len(BASELINES) + 1
+    parts, told = 3 * len(config.cells) + len(BASELINES) + 1, 0
 
     def tell(words: str) -> None:
         nonlocal told
         told += 1
-        if progress is not None:
-            progress("reinforce", told, parts, words)
+        progress("reinforce", told, parts, words)
 
-    told = 0
     limits, variances, shapings = [], [], []
     with jax.enable_x64(True):
         for index, cell in enumerate(config.cells):
@@ -158,39 +154,41 @@ def run(
                 tell(f"{cell}: bias")
             shapings += _shaping(config, cell, subject, with_twin)
             tell(f"{cell}: Q_0")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("limit", limits), ("variance", variances), ("shaping", shapings)):
-        replace_text(folder / f"{name}.csv", _csv(rows))
-    replace_text(done, made)
+    for path, rows in zip(paths, (limits, variances, shapings), strict=True):
+        write_rows(path, rows, digits=10)
 
 
 def _subject(config: Config, cell: str) -> Subject:
     model = Model(CELLS[cell](1, config.hidden), heads.bernoulli(1))
     init_key, train_key, data_key = jax.random.split(jax.random.key(config.seed), 3)
-
-    def streams(key: Array, count: int) -> Chunk:
-        bits = jax.random.bernoulli(key, 0.5, (count, config.length, 1)).astype(float)
-        begins = jnp.zeros((count, config.length), bool).at[:, 0].set(True)
-        return Chunk(bits, jnp.roll(bits, config.delay, axis=1), begins)
-
-    est, optimizer = batched(bptt(model), 16), optax.adam(1e-2)
-
-    def update(carry: tuple, key: Array) -> tuple[tuple, None]:
-        params, state = carry
-        grads, _, _ = est.update(params, est.init(params), streams(key, 16), None)
-        grads = jax.tree.map(lambda leaf: leaf / config.length, grads)
-        updates, state = optimizer.update(grads, state)
-        return (optax.apply_updates(params, updates), state), None
-
+    task = _recall(config, train_key)
+    est, optimizer = batched(bptt(model), task.batch_size), optax.adam(1e-2)
     params = jax.tree.map(lambda leaf: leaf.astype(float), model.init(init_key))
-    if config.updates:
-        keys = jax.random.split(train_key, config.updates)
-        (params, _), _ = jax.jit(lambda carry: jax.lax.scan(update, carry, keys))((params, optimizer.init(params)))
-    drawn = streams(data_key, 1 + config.episodes)
+    ts = begin(model, task, est, optimizer, init_key)._replace(params=params, optimizer=optimizer.init(params))
+    params = run_one(training_step(task, est, optimizer), task.data, ts, config.updates).params
+    drawn = _streams(config, data_key, 1 + config.episodes)
     chunk = jax.tree.map(lambda leaf: leaf[0], drawn)
     past = jax.tree.map(lambda leaf: leaf[1:].reshape(-1, *leaf.shape[2:]), drawn)
     episode = jax.jit(lambda params: variance.collect(model, params, chunk, cut="state"))(params)
     return Subject(model, params, chunk, past, episode, variance.state_q0(episode))
+
+
+def _streams(config: Config, key: Array, count: int) -> Chunk:
+    """Random bits, each to be given back after the delay; every stream is one episode."""
+    bits = jax.random.bernoulli(key, 0.5, (count, config.length, 1)).astype(float)
+    begins = jnp.zeros((count, config.length), bool).at[:, 0].set(True)
+    return Chunk(bits, jnp.roll(bits, config.delay, axis=1), begins)
+
+
+def _recall(config: Config, key: Array) -> Task:
+    """The task of the training: 16 fresh streams for each update, from a key of its own."""
+
+    def sample(keys: Array, at: Array, _: Array) -> tuple[Chunk, Array]:
+        return _streams(config, jax.random.wrap_key_data(keys[at]), 16), at + 1
+
+    keys = jax.random.key_data(jax.random.split(key, max(1, config.updates)))
+    at = jnp.zeros((), jnp.int32)
+    return Task("recall", 1, heads.bernoulli(1), 16, config.length, True, keys, lambda _: at, sample)
 
 
 def _flat(tree: Any) -> Array:
@@ -341,15 +339,6 @@ def _shaping(config: Config, cell: str, subject: Subject, sample: Sampler) -> Ro
         what = {"cell": cell, "q0": name, "sigma": sigma, "value": found.total / square, "error": found.error / square}
         rows.append(what | {"predicted": predicted, "score_at_1": score})
     return rows
-
-
-def _csv(rows: Rows) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({key: f"{value:.10g}" if isinstance(value, float) else value for key, value in row.items()})
-    return text.getvalue()
 
 
 EXPERIMENT = Experiment(

@@ -1,6 +1,5 @@
 """The report of the REINFORCE experiment: distance to UORO, variance and bias over σ, the effect of Q_0."""
 
-import csv
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 
 from streamgrad.lab.experiments.base import Claim, Section, Table
 from streamgrad.lab.experiments.evidence import Estimate, judge, log_ratio_of_means, power, show_ratio, within
+from streamgrad.lab.tables import read_rows
 
 # σ small enough for the leading term to be all that is seen.
 SMALL = 1e-2
@@ -25,17 +25,18 @@ LABELS = {
 }
 COLOURS = {"none": "#b2182b", "average": "#ef8a62", "position": "#fdb863", "noise_free": "#2166ac"}
 
-Rows = list[dict[str, str]]
+FILES = ("limit.csv", "variance.csv", "shaping.csv")
+
+Rows = list[dict[str, Any]]
 
 
 def sections(folder: Path) -> list[Section]:
     """Three parts: the limit, the variance, and Q_0."""
-    folder = Path(folder)
-    return [
-        _limit(_read(folder, "limit")),
-        _variance(_read(folder, "variance")),
-        _shaping(_read(folder, "shaping")),
-    ]
+    for file in FILES:
+        if not (Path(folder) / file).exists():
+            raise ValueError(f"{folder} has no results of the reinforce experiment: {file} is missing.")
+    limit, variance, shaping = (read_rows(Path(folder) / file) for file in FILES)
+    return [_limit(limit), _variance(variance), _shaping(shaping)]
 
 
 def small_power(sigma: np.ndarray, value: np.ndarray, largest: float = SMALL) -> Estimate:
@@ -49,18 +50,10 @@ def _near(estimate: Estimate, goal: float, tolerance: float) -> list[Estimate]:
     return [estimate.above(goal - tolerance), estimate.below(goal + tolerance)]
 
 
-def _read(folder: Path, name: str) -> Rows:
-    path = folder / f"{name}.csv"
-    if not path.exists():
-        raise ValueError(f"{folder} has no results of the reinforce experiment: {path.name} is missing.")
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _series(rows: Rows, value: str = "value", **where: str) -> tuple[np.ndarray, np.ndarray]:
+def _series(rows: Rows, value: str = "value", **where: Any) -> tuple[np.ndarray, np.ndarray]:
     """σ and a column, in the rows where the others are so."""
     found = [row for row in rows if all(row[key] == want for key, want in where.items())]
-    return np.array([float(row["sigma"]) for row in found]), np.array([float(row[value]) for row in found])
+    return np.array([row["sigma"] for row in found]), np.array([row[value] for row in found])
 
 
 def _unique(rows: Rows, column: str) -> list[str]:
@@ -188,15 +181,15 @@ def _shaping(rows: Rows) -> Section:
         plain, best = (
             next(row for row in rows if row["cell"] == cell and row["q0"] == q0) for q0 in ("identity", "best")
         )
-        predicted = float(plain["predicted"]) / float(best["predicted"])
-        variances = [Estimate(float(row["value"]), Z * float(row["error"])) for row in (plain, best)]
+        predicted = plain["predicted"] / best["predicted"]
+        variances = [Estimate(row["value"], Z * row["error"]) for row in (plain, best)]
         found = log_ratio_of_means(*variances)
         # What is predicted is exact: it lowers the variance, or the claim fails.
         margins += [Estimate(predicted - 1 + 1e-9, 0.0), *within(found.above(math.log(predicted)), TOLERANCE)]
         details.append(f"{cell} {show_ratio(found)} measured, {predicted:.3g} predicted")
         for row in (plain, best):
             shown = f"{float(row['value']):.4g} ± {float(row['error']):.2g}"
-            term = float(row["score_at_1"])
+            term = row["score_at_1"]
             table.append([cell, row["q0"], shown, f"{float(row['predicted']):.4g}", f"{term:.4g}"])
     claim = judge(
         "The Q_0 that lowers UORO's variance lowers REINFORCE's as the covariance of its noise, and as much, "

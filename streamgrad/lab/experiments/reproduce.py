@@ -1,17 +1,16 @@
-"""Run experiments into a folder, one after the other, so that a run which was stopped can go on."""
+"""Run experiments into a folder, one after the other; a run that was stopped can go on."""
 
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from streamgrad.lab.experiments import MODULES, find_experiment
-from streamgrad.lab.experiments.base import Experiment, Progress
-from streamgrad.lab.report.run import FILE, Run, device, load_run, new_run, save_run
-
-PRESETS = ("smoke", "laptop", "paper")
+from streamgrad.lab.experiments.base import Experiment
+from streamgrad.lab.files import check_room
+from streamgrad.lab.manifest import Manifest, check_same, device, new_manifest, now, plain, resumed, save_manifest
+from streamgrad.lab.progress import Progress, silent
 
 
 def expand(name: str) -> list[str]:
@@ -28,13 +27,14 @@ def reproduce(
     names: Sequence[str],
     preset: str,
     folder: Path,
-    progress: Progress,
+    progress: Progress = silent,
     *,
-    data: str | None = None,
+    data: str | Path | None = None,
     resume: bool = False,
-    seed: int | None = None,
+    checkpoints: bool = True,
     command: str = "",
-) -> Run:
+    **changes: Any,
+) -> Manifest:
     """Run experiments, and keep count of them in `folder/run.json`.
 
     Args:
@@ -43,120 +43,87 @@ def reproduce(
       folder: where each gets a folder of its own. Must not exist, or be empty, unless the run is resumed.
       progress: called as `progress("experiment: setting", updates made, of how many, a few words)`.
       data: the folder of the MNIST files, or None.
-      resume: go on with what the folder holds: experiments that are done are not run again.
-      seed: in place of that of the configurations.
+      resume: go on with what the folder holds: experiments that are done are not run again. Experiments, and settings
+        of one, may be added.
+      checkpoints: whether experiments that train write any. Without, orbax is not needed, and a setting that was
+        broken off cannot go on.
       command: for the record.
+      **changes: fields of the configurations in place of the preset's; `settings` by their names. None for no change.
 
     Returns:
-      The record. ValueError where the folder belongs to another run.
+      The manifest. ValueError where the folder belongs to another run.
     """
-    experiments = [find_experiment(name) for name in names]
-    configs = {experiment.name: _config(experiment, preset, seed) for experiment in experiments}
-    run = _open(folder, preset, command, seed, data, resume)
-    for name, config in configs.items():
-        entry = run.experiments.get(name)
-        if entry is not None:
-            _check_same(folder, name, entry["config"], _plain(config))
-        else:
-            run.experiments[name] = {"config": _plain(config), "seconds": 0.0, "done": False}
-    save_run(folder, run)  # now, so that a folder that cannot be written is known before hours are spent
-    for experiment in experiments:
-        entry = run.experiments[experiment.name]
-        if entry["done"]:
-            continue
-        inside = folder / experiment.name
-        inside.mkdir(exist_ok=True)
-        begun = time.monotonic()
-
-        def within(setting: str, made: int, total: int, words: str, name: str = experiment.name) -> None:
-            progress(f"{name}: {setting}", made, total, words)
-
-        try:
-            experiment.run(
-                configs[experiment.name], inside, within, resume=resume, data=None if data is None else Path(data)
-            )
-            entry["done"] = True
-        finally:
-            entry["seconds"] += time.monotonic() - begun
-            save_run(folder, run)
-    return run
+    changes |= {} if checkpoints else {"checkpoints": False}
+    configs = {name: _config(find_experiment(name), preset, changes) for name in names}
+    manifest = new_manifest("experiments", {"preset": preset}, command=command, data=data, started=now())
+    begun = resumed(folder, manifest, resume)
+    if begun is not None:
+        check_same(folder, begun.describe, manifest.describe)
+        where = begun.device if begun.device.endswith(device()) else f"{begun.device}; then {device()}"
+        # Data may have moved, or have been forgotten the first time; whether it is the right one its own check tells.
+        manifest = dataclasses.replace(begun, device=where, notes=begun.notes | {"data": manifest.notes["data"]})
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is not empty: choose another folder.")
+    missing = {name: _add(folder, manifest, name, config) for name, config in configs.items()}
+    check_room(folder, 1 << 16)  # known before hours are spent
+    save_manifest(folder, manifest)
+    for name, config in missing.items():
+        if config is not None:
+            _run(manifest, folder, name, config, progress, resume, data)
+    return manifest
 
 
-def check_run(folder: Path, preset: str) -> None:
-    """A folder that has a run already has one of the same preset; ValueError if not."""
-    if (folder / FILE).exists():
-        _check_preset(folder, load_run(folder), preset)
+def _run(manifest: Manifest, folder: Path, name: str, config: Any, progress: Progress, resume: bool, data: Any) -> None:
+    """Run one experiment, and write down how long it took, whatever becomes of it."""
+    entry, inside, begun = manifest.experiments[name], folder / name, time.monotonic()
+    inside.mkdir(exist_ok=True)
+
+    def within(setting: str, made: int, total: int, words: str) -> None:
+        progress(f"{name}: {setting}", made, total, words)
+
+    try:
+        find_experiment(name).run(config, inside, within, resume=resume, data=None if data is None else Path(data))
+        entry["done"] = True
+    finally:
+        entry["seconds"] += time.monotonic() - begun
+        save_manifest(folder, manifest)
 
 
-def record(
-    folder: Path,
-    experiment: Experiment,
-    preset: str,
-    config: Any,
-    seconds: float,
-    command: str,
-    data: str | None = None,
-) -> None:
-    """Write down in `folder/run.json` an experiment that was run by itself, so that `streamgrad report` can read it.
-
-    Args:
-      folder: the run's, in which the experiment has a folder of its own.
-      experiment: the experiment.
-      preset: the preset that its configuration comes from.
-      config: the configuration.
-      seconds: how long it took.
-      command: the command line.
-      data: the folder of the data, or None.
-    """
-    run = load_run(folder) if (folder / FILE).exists() else new_run(preset, command, None, data)
-    _check_preset(folder, run, preset)
-    run.experiments[experiment.name] = {"config": _plain(config), "seconds": seconds, "done": True}
-    save_run(folder, run)
-
-
-def _config(experiment: Experiment, preset: str, seed: int | None) -> Any:
+def _config(experiment: Experiment, preset: str, changes: dict[str, Any]) -> Any:
+    """The configuration of a preset with some fields changed."""
     if preset not in experiment.presets:
         choices = ", ".join(experiment.presets)
         raise ValueError(f"the experiment {experiment.name} has the presets {choices}, not {preset!r}.")
     config = experiment.presets[preset]
-    if seed is None:
-        return config
-    if "seed" not in {field.name for field in dataclasses.fields(config)}:
-        raise ValueError(f"the configuration of {experiment.name} has no seed to replace.")
-    return dataclasses.replace(config, seed=seed)
+    fields = {field.name for field in dataclasses.fields(config)}
+    # An experiment without checkpoints to choose writes none.
+    changes = {k: v for k, v in changes.items() if v is not None and (k in fields or k != "checkpoints")}
+    if unknown := set(changes) - fields:
+        raise ValueError(f"the experiment {experiment.name} has no {', '.join(sorted(unknown))} to choose.")
+    if "settings" in changes:
+        known = {getattr(setting, "name", setting): setting for setting in config.settings}
+        if wrong := [name for name in changes["settings"] if name not in known]:
+            raise ValueError(f"settings must be among {', '.join(known)}, not {', '.join(wrong)}.")
+        changes["settings"] = tuple(known[name] for name in known if name in changes["settings"])
+    return dataclasses.replace(config, **changes)
 
 
-def _open(folder: Path, preset: str, command: str, seed: int | None, data: str | None, resume: bool) -> Run:
-    used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if not used:
-        folder.mkdir(parents=True, exist_ok=True)
-        return new_run(preset, command, seed, data)
-    if not resume:
-        raise ValueError(f"{folder} is not empty: name another folder with --out, or go on with --resume.")
-    run = load_run(folder)
-    _check_preset(folder, run, preset)
-    # Data may have moved, or have been forgotten the first time; whether it is the right one its own check tells.
-    run = dataclasses.replace(run, data=data)
-    here = device()
-    return run if run.device.endswith(here) else dataclasses.replace(run, device=f"{run.device}; then {here}")
-
-
-def _check_preset(folder: Path, run: Run, preset: str) -> None:
-    if run.preset != preset:
-        raise ValueError(
-            f"{folder / FILE}: the run was begun with preset {run.preset}, not {preset}: use another --out."
-        )
-
-
-def _check_same(folder: Path, name: str, begun: dict[str, Any], asked: dict[str, Any]) -> None:
-    for field in sorted({*begun, *asked}):
-        if begun.get(field) != asked.get(field):
-            raise ValueError(
-                f"{folder / FILE}: {name} was begun with {field} = {begun.get(field)}, not {asked.get(field)}: "
-                "use another --out."
-            )
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    """A configuration as JSON gives it back: lists for tuples."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+def _add(folder: Path, manifest: Manifest, name: str, config: Any) -> Any:
+    """Put an experiment into the manifest; returns the configuration of what is still to be run, or None."""
+    asked = plain(dataclasses.asdict(config))
+    entry = manifest.experiments.setdefault(name, {"config": asked, "seconds": 0.0, "done": False})
+    before = entry["config"]
+    known, wanted = before.get("settings", []), asked.get("settings", [])
+    new = [setting for setting in wanted if setting not in known]
+    if entry["done"] or all(setting in wanted for setting in known):  # settings may come one by one
+        before = before | ({"settings": wanted} if wanted else {})
+    check_same(folder, {name: before}, {name: asked})
+    if entry["done"] and not new:
+        return None
+    if entry["done"]:
+        chosen = zip(config.settings, wanted, strict=True)
+        config = dataclasses.replace(config, settings=tuple(setting for setting, its in chosen if its in new))
+    if new:
+        entry["config"]["settings"] = known + new
+    entry["done"] = False
+    return config

@@ -6,10 +6,8 @@ whole group of grid points is trained at the same time. A point that is finished
 
 import dataclasses
 import itertools
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +17,19 @@ import optax
 from streamgrad._typing import Array, Float
 from streamgrad.base import Model
 from streamgrad.cells import lstm
-from streamgrad.lab.experiments.base import Experiment, Progress, Section, Table
+from streamgrad.lab.experiments import plots
+from streamgrad.lab.experiments.base import Experiment, Section, Table
 from streamgrad.lab.experiments.episodic import episodic_uoro
 from streamgrad.lab.experiments.records import show
 from streamgrad.lab.experiments.variance import SETTINGS, Setting, make_task
 from streamgrad.lab.experiments.variance_report import LABELS
-from streamgrad.lab.files import differences, plain, replace_text
+from streamgrad.lab.progress import Progress, silent
+from streamgrad.lab.tables import read_rows, write_rows
 from streamgrad.lab.tasks import Task
-from streamgrad.lab.train.loop import TrainState, begin, training_step
+from streamgrad.lab.training import TrainState, begin, training_step
+from streamgrad.lab.training import run as train_loop
 
-POINTS, ABOUT = "points.csv", "tune.json"
+POINTS = "points.csv"
 HEADER = ("setting", "learning_rate", "momentum", "decay", "damping", "loss")
 UNUSED = 0.5  # stands for decay and damping where there is no B̄
 
@@ -52,7 +53,6 @@ class Config:
       dampings: of Q_0.
       seed: of the first trial.
       root: see `damped_q0`.
-      checkpoints: has no meaning here, since every finished point is one.
       settings: whose Q_0 and α are searched for.
     """
 
@@ -68,7 +68,6 @@ class Config:
     dampings: tuple[float, ...] = (5e-3, 5e-4, 5e-5)
     seed: int = 0
     root: str = "eigh"
-    checkpoints: bool = True
     settings: tuple[Setting, ...] = SETTINGS
 
 
@@ -87,13 +86,13 @@ FINAL = 0.1
 
 def grid(config: Config, setting: Setting) -> list[Point]:
     """The grid points of a setting, as the paper lists them; the identity has no decay and no damping."""
-    shaped = setting.q0 == "ours"
+    shaped = setting.q0 == "optimal"
     decays, dampings = (config.decays, config.dampings) if shaped else ((UNUSED,), (UNUSED,))
     return list(itertools.product(config.learning_rates, config.momenta, decays, dampings))
 
 
 def run(
-    config: Config, folder: Path, progress: Progress | None = None, resume: bool = False, data: Path | None = None
+    config: Config, folder: Path, progress: Progress = silent, resume: bool = False, data: Path | None = None
 ) -> None:
     """Train every grid point, and write `folder/points.csv`: one row per point, as soon as it is known.
 
@@ -104,30 +103,24 @@ def run(
       resume: leave out the points that are finished.
       data: the folder of the MNIST files.
     """
-    folder = Path(folder)
+    path = Path(folder) / POINTS
     task = make_task(config.task, config.batch_size, data)
     model = Model(lstm(task.n_in, config.hidden), task.head)
-    known = _open(config, folder, resume)
+    known = read_points(path) if resume else {}
     for setting in config.settings:
         points = grid(config, setting)
         missing = [point for point in points if (setting.name, point) not in known]
-        program = make_program(config, setting, model, task) if missing else None
-        for group in _groups(missing, config.width):
-            assert program is not None
-            # Always as many, so that the last group is no program of its own.
-            losses = program(jnp.array(group + group[-1:] * (config.width - len(group))), task.data)
-            known |= {(setting.name, point): float(loss) for point, loss in zip(group, losses, strict=False)}
-            _write(folder, known)
-            if progress is not None:
-                done = sum((setting.name, point) in known for point in points)
-                best = min((known[setting.name, p] for p in points if (setting.name, p) in known), default=np.inf)
-                progress(setting.name, done, len(points), f"lowest loss {best:.4g}")
+        losses_of = make_search(config, setting, model, task)
+        for first in range(0, len(missing), config.width):
+            group = missing[first : first + config.width]
+            known |= {(setting.name, p): float(x) for p, x in zip(group, losses_of(group), strict=True)}
+            write_rows(path, [dict(zip(HEADER, (name, *p, loss), strict=True)) for (name, p), loss in known.items()])
+            mine = [known[setting.name, p] for p in points if (setting.name, p) in known]
+            progress(setting.name, len(mine), len(points), f"lowest loss {min(mine):.4g}")
 
 
-def make_program(
-    config: Config, setting: Setting, model: Model, task: Task
-) -> Callable[[Float[Array, "W 4"], Any], Float[Array, " W"]]:
-    """The compiled training of `width` grid points.
+def make_search(config: Config, setting: Setting, model: Model, task: Task) -> Callable[[list[Point]], np.ndarray]:
+    """The training of up to `width` grid points at once, compiled when it is first called.
 
     Args:
       config: how long, how many trials.
@@ -136,30 +129,29 @@ def make_program(
       task: the task.
 
     Returns:
-      `program(points, task.data)`, the loss of each point over the end of training, mean over trials; infinite where a
-      trial diverged.
+      `losses(points)`, the loss of each point over the end of training, mean over trials; infinite where a trial
+      diverged.
     """
     estimator = episodic_uoro(model, config.batch_size, setting.q0, setting.alpha, root=config.root)
     optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.0, b1=0.0)
     step = training_step(task, estimator, optimizer)
     tail = max(1, int(config.updates * FINAL))
 
-    def trial(point: Float[Array, " 4"], key: Array, data: Any) -> Float[Array, ""]:
-        def one(ts: TrainState, _: None) -> tuple[TrainState, Array]:
-            ts, row = step(data, ts)
-            return ts, row["loss"]
-
-        start = with_point(begin(model, task, estimator, optimizer, key), point)
-        end, losses = jax.lax.scan(one, start, length=config.updates)
-        return jnp.where(end.stopped < 0, jnp.mean(losses[-tail:]), jnp.inf)
-
     @jax.jit
-    def program(points: Float[Array, "W 4"], data: Any) -> Float[Array, " W"]:
-        keys = jax.vmap(jax.random.key)(jnp.arange(config.seed, config.seed + config.trials))
-        by_trial = jax.vmap(trial, in_axes=(None, 0, None))
-        return jnp.mean(jax.vmap(by_trial, in_axes=(0, None, None))(points, keys, data), axis=1)
+    @jax.vmap
+    def start(point: Float[Array, " 4"], seed: Array) -> TrainState:
+        return with_point(begin(model, task, estimator, optimizer, jax.random.key(seed)), point)
 
-    return program
+    def losses(points: list[Point]) -> np.ndarray:
+        # Always as many: the last group must not be a program of its own.
+        group = np.array(points + points[-1:] * (config.width - len(points)))
+        seeds = np.arange(config.seed, config.seed + config.trials)
+        ts = start(jnp.asarray(np.repeat(group, len(seeds), axis=0)), jnp.asarray(np.tile(seeds, len(group))))
+        *_, (ts, rows) = train_loop(step, task.data, ts, config.updates, config.updates)
+        ends = np.where(np.asarray(ts.stopped) < 0, rows["loss"][:, -tail:].mean(axis=1), np.inf)
+        return ends.reshape(len(group), len(seeds)).mean(axis=1)[: len(points)]
+
+    return losses
 
 
 def with_point(ts: TrainState, point: Float[Array, " 4"]) -> TrainState:
@@ -175,9 +167,7 @@ def with_point(ts: TrainState, point: Float[Array, " 4"]) -> TrainState:
 
 def sections(folder: Path) -> list[Section]:
     """The best point of every setting beside the paper's, and how the loss depends on the learning rate."""
-    from streamgrad.lab.experiments import plots
-
-    known = _read(Path(folder) / POINTS)
+    known = read_points(Path(folder) / POINTS)
     if not known:
         raise ValueError(f"{folder} has no grid points yet.")
     fig, axes = plots.figure()
@@ -192,7 +182,7 @@ def sections(folder: Path) -> list[Section]:
         lowest = [min(loss for point, loss in mine.items() if point[0] == rate) for rate in rates]
         ax.plot(rates, lowest, color=plots.COLOURS[index], linestyle=plots.STYLES[index], marker="o",
                 label=LABELS[setting.name])  # fmt: skip
-        shaped = setting.q0 == "ours"
+        shaped = setting.q0 == "optimal"
         paper = (setting.learning_rate, setting.momentum, setting.decay, setting.damping)
         texts = [", ".join(f"{x:g}" for x in point[: 4 if shaped else 2]) for point in (best, paper)]
         rows.append([LABELS[setting.name], texts[0], show(mine[best]), show(max(mine.values())),
@@ -202,48 +192,16 @@ def sections(folder: Path) -> list[Section]:
     plots.legend_below(fig, ax)
     header = ["setting", "best point", "its loss", "the worst's", "points", "the paper's"]
     text = (
-        "Grid search over learning rate, momentum, and, where Q₀ is ours, decay and damping, in this order. The loss "
-        "is that of the last tenth of the updates."
+        "Grid search over learning rate, momentum, and, where Q₀ is optimal, decay and damping, in this order. The "
+        "loss is that of the last tenth of the updates."
     )
     return [Section("Hyperparameters (Appendix G)", fig, text, [], Table(header, rows), [POINTS])]
 
 
-def _groups(points: list[Point], width: int) -> Iterator[list[Point]]:
-    for first in range(0, len(points), width):
-        yield points[first : first + width]
-
-
-def _open(config: Config, folder: Path, resume: bool) -> dict[tuple[str, Point], float]:
-    """The points that are finished; the same search may go on with more of a grid, but not with another training."""
-    about = folder / ABOUT
-    free = ("settings", "learning_rates", "momenta", "decays", "dampings", "width", "checkpoints")
-    now = plain({name: value for name, value in dataclasses.asdict(config).items() if name not in free})
-    folder.mkdir(parents=True, exist_ok=True)
-    if about.exists():
-        if not resume:
-            raise ValueError(f"the folder {folder} has a search already: choose another, or resume it.")
-        different = differences(json.loads(about.read_text(encoding="utf-8")), now)
-        if different:
-            raise ValueError(f"the search in {folder} was begun with another configuration: {'; '.join(different)}.")
-    replace_text(about, json.dumps(now, indent=2) + "\n")
-    return _read(folder / POINTS)
-
-
-def _read(path: Path) -> dict[tuple[str, Point], float]:
-    if not path.exists():
-        return {}
-    lines = path.read_text(encoding="utf-8").splitlines()[1:]
-    found = {}
-    for line in lines:
-        name, *numbers = line.split(",")
-        rate, momentum, decay, damping, loss = map(float, numbers)
-        found[name, (rate, momentum, decay, damping)] = loss
-    return found
-
-
-def _write(folder: Path, known: dict[tuple[str, Point], float]) -> None:
-    lines = [",".join([name, *map(repr, point), repr(loss)]) for (name, point), loss in known.items()]
-    replace_text(folder / POINTS, "\n".join([",".join(HEADER), *lines]) + "\n")
+def read_points(path: Path) -> dict[tuple[str, Point], float]:
+    """The loss of every finished point, by its setting and its hyperparameters; none where there is no file."""
+    rows = [[row[name] for name in HEADER] for row in read_rows(path)] if path.exists() else []
+    return {(name, (rate, momentum, decay, damping)): loss for name, rate, momentum, decay, damping, loss in rows}
 
 
 EXPERIMENT = Experiment(

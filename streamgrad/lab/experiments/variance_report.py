@@ -6,18 +6,19 @@ from typing import Any
 
 import numpy as np
 
+from streamgrad.lab.experiments import plots
 from streamgrad.lab.experiments.base import Claim, Section, Table
 from streamgrad.lab.experiments.evidence import Estimate, difference, judge, log_ratio, mean_of, show_ratio, within
 from streamgrad.lab.experiments.records import Record, finite_trials, read_settings, show, show_interval
 
 LABELS = {
     "identity-gir": "Q₀ = I, α = GIR",
-    "identity-ours": "Q₀ = I, α = ours",
-    "ours-gir": "Q₀ = ours, α = GIR",
-    "ours-ours": "Q₀ = ours, α = ours",
+    "identity-optimal": "Q₀ = I, α optimal",
+    "optimal-gir": "Q₀ optimal, α = GIR",
+    "optimal-optimal": "Q₀ and α optimal",
 }
 NAMES = list(LABELS)
-BEST = "ours-ours"
+BEST = "optimal-optimal"
 
 # Where in training settings are compared: V(Q) is heavy-tailed, so that single updates say nothing.
 LATE, FINAL = 0.5, 0.1
@@ -29,22 +30,14 @@ Records = dict[str, Record]
 
 def sections(folder: Path) -> list[Section]:
     """The three figures, and what of the paper's claims the numbers bear out."""
-    records = read_finished(folder)
+    records = read_settings(folder, NAMES)
     return [_training(records), _variances(records), _alphas(records)]
 
 
 def all_claims(folder: Path) -> list[Claim]:
     """Every claim of this experiment, without its figures."""
-    records = read_finished(folder)
+    records = read_settings(folder, NAMES)
     return [*variance_claims(records), *training_claims(records), *alpha_claims(records)]
-
-
-def read_finished(folder: Path) -> Records:
-    """The settings of which at least one trial has run to the end with finite numbers."""
-    records = {name: r for name, r in read_settings(Path(folder), NAMES).items() if len(finite_trials(r, "loss"))}
-    if not records:
-        raise ValueError(f"{folder} has no metrics of the variance experiment.")
-    return records
 
 
 def typical_log_ratio(record: Record) -> np.ndarray:
@@ -70,12 +63,12 @@ def variance_claims(records: Records) -> list[Claim]:
     ratios = {name: mean_of(typical_log_ratio(record)) for name, record in records.items()}
     measured = {name: np.maximum(_late(record, "actual"), TINY) for name, record in records.items()}
     typical = "Measured over predicted, median over the windows of the last half of the updates, with its 95% interval"
-    ours, gir = ["identity-ours", "ours-ours"], ["identity-gir", "ours-gir"]
+    optimal, gir = ["identity-optimal", "optimal-optimal"], ["identity-gir", "optimal-gir"]
 
     def listed(names: list[str]) -> str:
         return "; ".join(f"{LABELS[name]}: {show_ratio(ratios[name])}" for name in names if name in ratios)
 
-    means = "; ".join(f"{LABELS[name]}: {show(mean_ratio(records[name]))}" for name in ours if name in records)
+    means = "; ".join(f"{LABELS[name]}: {show(mean_ratio(records[name]))}" for name in optimal if name in records)
     relative = "; ".join(
         f"{LABELS[name]}: {show(float(np.mean(measured[name]) / np.mean(_late(record, 'intrinsic'))))}"
         for name, record in records.items()
@@ -83,8 +76,8 @@ def variance_claims(records: Records) -> list[Claim]:
     return [
         judge(
             "The predicted V(Q) is within 15% of the measured one when α is optimal.",
-            _if_run(records, ours, lambda: [m for name in ours for m in within(ratios[name], 0.15)]),
-            f"{typical}: {listed(ours)}. Ratio of the means over all of them, which few episodes can decide: {means}.",
+            _if_run(records, optimal, lambda: [m for name in optimal for m in within(ratios[name], 0.15)]),
+            f"{typical}: {listed(optimal)}. Ratio of the means over all of them, which few episodes decide: {means}.",
             "Few samples of a heavy-tailed quantity may be off by this much.",
         ),
         judge(
@@ -95,7 +88,7 @@ def variance_claims(records: Records) -> list[Claim]:
             "Here that did not lower the measured variance below the prediction.",
         ),
         _lowest(
-            "The measured V(Q) is lowest when both Q₀ and α are ours.",
+            "The measured V(Q) is lowest when both Q₀ and α are optimal.",
             measured,
             "Mean over trials and the last half of the updates",
             "The settings train different networks, whose gradients differ in size.",
@@ -108,7 +101,7 @@ def training_claims(records: Records) -> list[Claim]:
     """What Figure 1 is held against."""
     return [
         _lowest(
-            "The training curve is lowest when both Q₀ and α are ours.",
+            "The training curve is lowest when both Q₀ and α are optimal.",
             {name: _late(record, "loss", FINAL) for name, record in records.items()},
             "Loss over the last tenth of the updates, mean over trials and its 95% interval",
             "The gain in variance did not outweigh the setting's lower learning rate, or chance.",
@@ -132,7 +125,7 @@ def alpha_claims(records: Records) -> list[Claim]:
     early = {name: _alpha_steps(record, early=True) for name, record in records.items()}
     spread = {name: np.ptp(np.stack(list(values.values())), axis=0) for name, values in early.items()}
     rises = {name: values[max(values)] - values[min(values)] for name, values in late.items()}
-    pairs = [(f"{q0}-gir", f"{q0}-ours") for q0 in ("identity", "ours")]
+    pairs = [(f"{q0}-gir", f"{q0}-optimal") for q0 in ("identity", "optimal")]
     texts = "; ".join(f"{LABELS[name]}: {show_interval(trials)}" for name, trials in spread.items())
     ends = "; ".join(
         f"{LABELS[name]}: {show(float(np.mean(values[min(values)])))} to "
@@ -149,7 +142,7 @@ def alpha_claims(records: Records) -> list[Claim]:
             "with a bias of 1, as here, lets less of them vanish. The paper does not say how its weights begin.",
         ),
         judge(
-            "With both ours the order is reversed: the last step of an episode has a larger α than the first.",
+            "With both optimal the order is reversed: the last step of an episode has a larger α than the first.",
             _if_run(records, [BEST], lambda: [mean_of(rises[BEST])]),
             f"log α of the first and the last step over the last half of the updates: {ends}.",
             "The figure shows the order at the steps between.",
@@ -158,8 +151,6 @@ def alpha_claims(records: Records) -> list[Claim]:
 
 
 def _training(records: Records) -> Section:
-    from streamgrad.lab.experiments import plots
-
     fig, axes = plots.figure()
     ax = axes[0, 0]
     for name, record in records.items():
@@ -182,8 +173,6 @@ def _training(records: Records) -> Section:
 
 
 def _variances(records: Records) -> Section:
-    from streamgrad.lab.experiments import plots
-
     fig, axes = plots.figure(2, 2, height=2.7, sharex=True, sharey=True)
     shown = {"intrinsic": "intrinsic, ‖g‖²", "expected": "expected V(Q), theory", "actual": "actual V(Q), measured"}
     for ax, name in zip(axes.flat, NAMES, strict=True):
@@ -230,8 +219,6 @@ def _variances(records: Records) -> Section:
 
 
 def _alphas(records: Records) -> Section:
-    from streamgrad.lab.experiments import plots
-
     fig, axes = plots.figure(2, 2, height=2.7, sharex=True, sharey=False)
     steps: list[int] = []
     for ax, name in zip(axes.flat, NAMES, strict=True):

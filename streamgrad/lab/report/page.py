@@ -1,7 +1,6 @@
 """Collect a run's folder, and write its page."""
 
 import base64
-import csv
 import math
 import re
 from collections.abc import Callable
@@ -11,8 +10,9 @@ from typing import Any, NamedTuple
 from streamgrad.lab.experiments import find_experiment
 from streamgrad.lab.experiments.base import Claim, Experiment, Section
 from streamgrad.lab.files import replace_text
+from streamgrad.lab.manifest import Manifest, load_manifest
 from streamgrad.lab.report.figure import dark_rules, inline_svg, narrow_svg, standalone_svg
-from streamgrad.lab.report.run import Run, load_run
+from streamgrad.lab.tables import numbers, read_columns
 
 PAGE = "report.html"
 LARGEST_DOWNLOAD = 4_000_000  # bytes of one CSV file; a page must still open on a phone
@@ -44,7 +44,7 @@ class Content(NamedTuple):
     """
 
     folder: Path
-    run: Run
+    run: Manifest
     parts: list[Part]
     unfinished: list[str]
 
@@ -55,7 +55,7 @@ class Content(NamedTuple):
 
 
 def collect(folder: str | Path) -> Content:
-    """Read what `streamgrad reproduce` wrote; nothing is computed anew.
+    """Read what `streamgrad reproduce` wrote; nothing is computed again.
 
     Args:
       folder: the run's.
@@ -64,7 +64,7 @@ def collect(folder: str | Path) -> Content:
       The content of its page. ValueError, which names the file, where one is missing, empty or corrupt.
     """
     folder = Path(folder)
-    run = load_run(folder)
+    run = load_manifest(folder)
     parts = []
     for name, entry in run.experiments.items():
         if entry["done"]:
@@ -181,7 +181,7 @@ def sections_of(name: str, run: Path) -> list[Section]:
     experiment, folder = find_experiment(name), run / name
     files = sorted(folder.rglob("*.csv")) if folder.is_dir() else []
     if not files:
-        raise ValueError(f"{folder} has no CSV files: run `streamgrad reproduce {experiment.name}` anew.")
+        raise ValueError(f"{folder} has no CSV files: run `streamgrad reproduce {experiment.name}` again.")
     for file in files:
         check_csv(file)
     try:
@@ -189,53 +189,25 @@ def sections_of(name: str, run: Path) -> list[Section]:
     except OSError as error:
         raise ValueError(f"{error.filename or folder} cannot be read: {error.strerror or error}.") from error
     except (ValueError, KeyError, IndexError) as error:
-        odd = _first([_odd_number(file) for file in files])
+        odd = next(filter(None, map(_odd_number, files)), None)
         names = ", ".join(str(file) for file in files)
         raise ValueError(odd or f"the report cannot be made of {names}: {type(error).__name__}: {error}") from error
 
 
 def check_csv(path: Path) -> None:
-    """A CSV file is there and whole: UTF-8, a header, at least one row, and as many fields in each row as in it."""
-    rows = _rows(path)
-    if not rows or not rows[0]:
-        raise ValueError(f"{path} is empty: run the experiment anew.")
-    if len(rows) == 1 and path.name != "metrics.csv":  # there, every trial diverged in its first row
-        raise ValueError(f"{path} has a header and no rows: run the experiment anew.")
-    for number, row in enumerate(rows[1:], 2):
-        if len(row) != len(rows[0]):
-            raise ValueError(
-                f"{path}, line {number}, has {len(row)} fields where the header has {len(rows[0])}: it may be cut off."
-            )
-
-
-def _rows(path: Path) -> list[list[str]]:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return list(csv.reader(file, strict=True))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a CSV file ({error}).") from None
+    """A CSV file is whole, and has a row; but for metrics, where every trial may have diverged before the first."""
+    columns = read_columns(path)
+    if not next(iter(columns.values())) and path.name != "metrics.csv":
+        raise ValueError(f"{path} has a header and no rows: run the experiment again.")
 
 
 def _odd_number(path: Path) -> str | None:
     """Where a column begins with a number and goes on with something else: the likely cause of what went wrong."""
-    header, first, *rest = _rows(path)
-    for number, row in enumerate(rest, 3):
-        for name, beginning, cell in zip(header, first, row, strict=True):
-            if _is_number(beginning) and cell and not _is_number(cell):
-                return f"{path}, line {number}: {name} must be a number, not {cell!r}."
+    for name, cells in read_columns(path).items():
+        odd = [line for line, cell in enumerate(cells, 2) if numbers([cell]) is None]
+        if odd and 2 not in odd:
+            return f"{path}, line {odd[0]}: {name} must be a number, not {cells[odd[0] - 2]!r}."
     return None
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _first(found: list[str | None]) -> str | None:
-    return next((item for item in found if item), None)
 
 
 def _download(folder: Path, experiment: str, file: str, embedded: set[str]) -> dict[str, Any]:
@@ -243,7 +215,7 @@ def _download(folder: Path, experiment: str, file: str, embedded: set[str]) -> d
     inside = [folder / experiment / file, folder / file]
     path = next((p for p in inside if p.is_file() and p.resolve().is_relative_to(folder.resolve())), None)
     if path is None:
-        raise ValueError(f"{inside[0]} does not exist: run `streamgrad reproduce {experiment}` anew.")
+        raise ValueError(f"{inside[0]} does not exist: run `streamgrad reproduce {experiment}` again.")
     name, size = "-".join(path.relative_to(folder).parts), path.stat().st_size
     content, again = None, name in embedded
     if size <= LARGEST_DOWNLOAD and not again:

@@ -1,17 +1,17 @@
-"""The page of a training run: what `streamgrad train`, or `streamgrad.lab.train.train`, wrote into a folder."""
+"""The page of a training run: what `streamgrad train`, or `streamgrad.lab.training.train`, wrote into a folder."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from streamgrad.lab.experiments import plots
 from streamgrad.lab.experiments.base import Section, Table
-from streamgrad.lab.experiments.records import Record, read_record, show, show_interval
+from streamgrad.lab.experiments.records import Record, median_filter, read_record, show, show_interval
+from streamgrad.lab.manifest import Manifest, load_manifest
 from streamgrad.lab.report.page import prepare, render
-from streamgrad.lab.report.run import FILE
+from streamgrad.lab.training.metrics import CSV
 
-METRICS = "metrics.csv"
 LAST = 0.1  # of the updates, over which final numbers are averaged
 MANY = 7  # seeds that get a colour each; more are drawn alike
 PANELS = 12  # other columns that are drawn
@@ -38,15 +38,6 @@ class Training(NamedTuple):
         return self.folder.resolve().name
 
 
-def is_training(folder: Path) -> bool:
-    """Whether the folder has a training run, and not one of `streamgrad reproduce`."""
-    try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and {"describe", "plan"} <= set(found)
-
-
 def collect_training(folder: Path) -> Training:
     """Read the folder of a training run, finished or not.
 
@@ -56,22 +47,16 @@ def collect_training(folder: Path) -> Training:
     Returns:
       The content of its page. ValueError, which names the file, where one is missing or corrupt.
     """
-    run = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    path = folder / METRICS
+    run = load_manifest(folder)
+    path = folder / CSV
     if not path.is_file():
         raise ValueError(f"{path} does not exist: the run has no metrics yet.")
-    try:
-        record = read_record(path)
-    except ValueError as error:
-        raise ValueError(str(error) if str(path) in str(error) else f"{path} cannot be read: {error}.") from error
+    record = read_record(path)
     if not {"loss", "gradient_norm"} <= set(record.columns):
         raise ValueError(f"{path} has no numbers in its columns loss and gradient_norm.")
-    settings = {
-        "Settings": run["describe"],
-        "Plan": run["plan"],
-        "Versions": run.get("versions", {}),
-        "Device": run.get("device", {}),
-    }
+    described = {name: value for name, value in run.describe.items() if name != "plan"}
+    settings = {"Settings": described, "Plan": run.describe["plan"], "Versions": run.versions}
+    settings["Device"] = {"device": run.device}
     return Training(folder, _headline(run, record), {k: v for k, v in settings.items() if v}, _sections(record))
 
 
@@ -88,8 +73,8 @@ def write_training_report(content: Training) -> Path:
     return render(content.folder, "train.html.j2", sections, content=content)
 
 
-def _headline(run: dict[str, Any], record: Record) -> str:
-    what, plan = run["describe"], run["plan"]
+def _headline(run: Manifest, record: Record) -> str:
+    what, plan = run.describe, run.describe["plan"]
     names = [what.get(name) for name in ("cell", "estimator", "task")]
     made = f"{record.update[-1]} of {plan.get('updates', '?')} updates, {_count(len(record.seeds), 'seed')}"
     if None in names:
@@ -109,7 +94,7 @@ def _sections(record: Record) -> list[Section]:
         mean = show_interval(np.array(last))
         text += f" Over the last tenth of the updates, mean over seeds and its 95% interval: {mean}."
     found = [
-        Section("Loss", _curves(record, "loss"), text, [], _table(record), [METRICS]),
+        Section("Loss", _curves(record, "loss"), text, [], _table(record), [CSV]),
         Section(
             "Gradient norm",
             _curves(record, "gradient_norm", log=True),
@@ -152,8 +137,6 @@ def _last(record: Record, name: str, trial: int) -> float:
 
 
 def _curves(record: Record, name: str, log: bool = False) -> Any:
-    from streamgrad.lab.experiments import plots
-
     fig, axes = plots.figure()
     ax = axes[0, 0]
     _draw(ax, record, name, log)
@@ -165,8 +148,6 @@ def _curves(record: Record, name: str, log: bool = False) -> Any:
 
 
 def _panels(record: Record, names: list[str]) -> Any:
-    from streamgrad.lab.experiments import plots
-
     columns = min(2, len(names))
     fig, axes = plots.figure(-(-len(names) // columns), columns, height=2.3, sharex=True)
     for ax, name in zip(axes.flat, names, strict=False):
@@ -181,9 +162,6 @@ def _panels(record: Record, names: list[str]) -> Any:
 
 def _draw(ax: Any, record: Record, name: str, log: bool) -> None:
     """A curve for each seed: all points faintly, and their running median where there are many."""
-    from streamgrad.lab.experiments import plots
-    from streamgrad.lab.experiments.records import median_filter
-
     values = record[name]
     width = _width(record)
     smooth = median_filter(values, width) if width > 1 else None
@@ -203,8 +181,6 @@ def _draw(ax: Any, record: Record, name: str, log: bool) -> None:
 
 def _width(record: Record) -> int:
     """Points that a running median is taken over; 1 where there are too few to need one."""
-    from streamgrad.lab.experiments import plots
-
     width = plots.filter_width(record, 0.05)
     return width if width >= 5 else 1
 

@@ -93,9 +93,10 @@ def training_step(
       summarise: `summarise(chunk, info, grads)`, what to record beside `loss` and `gradient_norm`.
 
     Returns:
-      `step(data, state) -> (state, row)`, for one seed.
+      `step(data, state) -> (state, row)`, for one seed. Calls of one and the same step share their compiled program.
     """
 
+    @jax.jit
     def step(data: PyTree, ts: TrainState) -> tuple[TrainState, Row]:
         data_key, noise_key = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(ts.key), ts.step))
         chunk, task_state = task.sample(data, ts.task, data_key)
@@ -148,27 +149,11 @@ def calls(
     check_size(updates=updates, until=until, every=every)
     # What is weakly typed at first and not after the first call would be a second program.
     ts = jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), ts)
-    step = jax.jit(step)  # traced once, for its shapes and for the program
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), ts)
-    recorded = jax.eval_shape(lambda data, ts: _record(*step(data, ts)), data, one)
-    capacity = _capacity(recorded, ts.step.shape[0])
-
-    @jax.jit
-    def call(data: PyTree, ts: TrainState, count: Array) -> tuple[TrainState, Row]:
-        def update(index: Array, carry: tuple[TrainState, Row]) -> tuple[TrainState, Row]:
-            ts, row = step(data, carry[0])
-            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-            return ts, jax.tree.map(lambda rows, new: put(rows, new), carry[1], _record(ts, row))
-
-        def one_seed(ts: TrainState) -> tuple[TrainState, Row]:
-            rows = jax.tree.map(lambda leaf: jnp.zeros((capacity, *leaf.shape), leaf.dtype), recorded)
-            return jax.lax.fori_loop(0, count, update, (ts, rows))
-
-        return jax.vmap(one_seed)(ts)
-
+    capacity = _capacity(_recorded(step, data, ts), ts.step.shape[0])
+    call = functools.partial(_call, step, capacity, data)
     done = int(ts.step.reshape(-1)[0])
     if done < updates:
-        jax.block_until_ready(call(data, ts, np.int32(0)))  # compiles, and makes no update
+        jax.block_until_ready(call(ts, np.int32(0)))  # compiles, and makes no update
 
     def advance(ts: TrainState, done: int) -> Iterator[tuple[TrainState, Rows]]:
         wanted = capacity if seconds is None else 1
@@ -177,7 +162,7 @@ def calls(
             if end - end % every > done:
                 end -= end % every
             begun = time.monotonic()
-            ts, found = call(data, ts, np.int32(end - done))
+            ts, found = call(ts, np.int32(end - done))
             rows = {name: leaf[:, : end - done] for name, leaf in jax.device_get(found).items()}
             if seconds is not None:
                 fitting = (end - done) * seconds / max(time.monotonic() - begun, 1e-6)
@@ -186,6 +171,23 @@ def calls(
             yield ts, rows
 
     return advance(ts, done)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _call(step: StepFn, capacity: int, data: PyTree, ts: TrainState, count: Array) -> tuple[TrainState, Row]:
+    """Make `count` updates of every seed, and keep their rows in a buffer of `capacity`."""
+    recorded = _recorded(step, data, ts)
+
+    def update(index: Array, carry: tuple[TrainState, Row]) -> tuple[TrainState, Row]:
+        ts, row = step(data, carry[0])
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+        return ts, jax.tree.map(lambda rows, new: put(rows, new), carry[1], _record(ts, row))
+
+    def one_seed(ts: TrainState) -> tuple[TrainState, Row]:
+        rows = jax.tree.map(lambda leaf: jnp.zeros((capacity, *leaf.shape), leaf.dtype), recorded)
+        return jax.lax.fori_loop(0, count, update, (ts, rows))
+
+    return jax.vmap(one_seed)(ts)
 
 
 def run(
@@ -218,6 +220,15 @@ def run(
         if done % updates_per_call == 0 or done == updates:
             yield ts, {name: np.concatenate([rows[name] for rows in gathered], axis=1) for name in gathered[0]}
             gathered.clear()
+
+
+def run_one(step: StepFn, data: PyTree, ts: TrainState, updates: int) -> TrainState:
+    """The state of a single seed after so many updates, for whoever needs a trained network and no record of it."""
+    if updates:
+        many = jax.tree.map(lambda leaf: leaf[None], ts)
+        *_, (many, _) = run(step, data, many, updates, updates)
+        ts = jax.tree.map(lambda leaf: leaf[0], many)
+    return ts
 
 
 class Averages:
@@ -254,6 +265,12 @@ def _record(ts: TrainState, row: Row) -> Row:
     kept = {name: jnp.promote_types(jnp.result_type(leaf.dtype, float), jnp.float32) for name, leaf in row.items()}
     row = {name: leaf.astype(kept[name]) for name, leaf in row.items()}
     return row | {"update": ts.step, "stopped": ts.stopped}
+
+
+def _recorded(step: StepFn, data: PyTree, ts: TrainState) -> PyTree:
+    """Shapes and dtypes of the row of one update of one seed."""
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), ts)
+    return jax.eval_shape(lambda data, ts: _record(*step(data, ts)), data, one)
 
 
 def _capacity(recorded: PyTree, seeds: int) -> int:

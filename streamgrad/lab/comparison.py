@@ -7,8 +7,6 @@ once, that everything is measured with; and programs are compiled side by side.
 import functools
 import math
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -22,8 +20,10 @@ from streamgrad._typing import Array
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Model, Params, real_dtype
 from streamgrad.checks import check_chunk, check_key, check_size
 from streamgrad.engine.streams import batched
-from streamgrad.estimators import registry
+from streamgrad.estimators.bptt import bptt
 from streamgrad.lab.candidates import Candidate, candidates_for
+from streamgrad.lab.progress import Progress, silent
+from streamgrad.lab.timing import state_bytes, take_turns, temp_bytes
 from streamgrad.noise.rescale import total_log_alpha
 from streamgrad.theory.empirical import Moments, merge, moments, summary
 
@@ -92,7 +92,7 @@ def compare(
     streams: int = 8,
     repeats: int = 7,
     candidates: Iterable[Candidate] | None = None,
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    progress: Progress = silent,
     past: Past | None = None,
     seconds: float = math.inf,
 ) -> list[Comparison]:
@@ -109,7 +109,7 @@ def compare(
       streams: B, over how many an estimate is averaged; they run at once.
       repeats: how often time is taken; all estimators take turns, and the median counts.
       candidates: what to compare; by default `candidates_for` them all.
-      progress: called as `progress(name, done, of how many)`; while programs are prepared nothing is done yet.
+      progress: called as `progress("preparing" or "measuring", done, of how many, name)`.
       past: `past(i)` is the i-th of the chunks that estimators may learn from before they are measured, as those with
         `carry=True` do; a chunk of the same length for each stream. By default the chunk itself, over and over.
       seconds: most time that the samples of one estimator may take; a slow one then gets fewer.
@@ -119,7 +119,7 @@ def compare(
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
-      >>> from streamgrad.lab.compare import candidates_for, compare
+      >>> from streamgrad.lab.comparison import candidates_for, compare
       >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.softmax(2))
       >>> params = model.init(jax.random.key(0))
       >>> chunk = sg.Chunk(jnp.ones((4, 2)), jnp.zeros(4, int))
@@ -131,7 +131,7 @@ def compare(
     check_size(least=LEAST * streams, samples=samples)
     check_key(key)
     length = check_chunk(model, chunk)
-    exact = registry.bptt(model)
+    exact = bptt(model)
     gradient, _ = ravel_pytree(exact.update(params, exact.init(params), chunk, None)[0].cell)
     norm = float(jnp.linalg.norm(gradient))
     if not 0 < norm < math.inf:
@@ -142,17 +142,16 @@ def compare(
     pairs = list(_compile(candidates, params, many, key, past or (lambda index: many), progress))
     rows, eps = [], float(jnp.finfo(real_dtype(params)).eps)
     for done, (candidate, waiting) in enumerate(pairs):
-        progress(candidate.name, done, len(pairs))
+        progress("measuring", done, len(pairs), candidate.name)
         program = waiting.result()
         noisy = candidate.promise.startswith("unbiased")
         batches = _affordable(program, key, samples // streams, seconds) if noisy else LEAST
         found = _measure(program, gradient, key, batches, streams)
         rows.append(_row(candidate, program, found, norm, eps)._replace(samples=found.samples if noisy else 1))
-    progress("done", len(pairs), len(pairs))
-    times = _take_turns([waiting.result() for _, waiting in pairs], key, repeats)
-    return [
-        row._replace(us_per_step=1e6 * seconds / length / streams) for row, seconds in zip(rows, times, strict=True)
-    ]
+    progress("measuring", len(pairs), len(pairs), "done")
+    calls = {index: functools.partial(waiting.result().run, key) for index, (_, waiting) in enumerate(pairs)}
+    times = take_turns(calls, repeats, warm_up=False)
+    return [row._replace(us_per_step=1e6 * times[i] / length / streams) for i, row in enumerate(rows)]
 
 
 def ranks(rows: Sequence[Comparison]) -> list[int | None]:
@@ -232,15 +231,13 @@ class _Program(NamedTuple):
 
 
 def _compile(
-    candidates: Iterable[Candidate], params: Params, many: Chunk, key: Any, past: Past, progress: Callable
+    candidates: Iterable[Candidate], params: Params, many: Chunk, key: Any, past: Past, progress: Progress
 ) -> Iterator[tuple[Candidate, Future[_Program]]]:
     """The programs, side by side on as many cores as there are, while the theory of the next one is worked out."""
     streams, length = jax.tree.leaves(many.targets)[0].shape[:2]
 
     def finish(lowered: Any, state: EstimatorState) -> _Program:
         compiled = lowered.compile()
-        analysis = compiled.memory_analysis()
-        size = 0 if analysis is None else analysis.temp_size_in_bytes
         carried, now = None, state
         # The stream begins with the chunk for all estimators; of the past only what was learnt is kept.
         for index in range(WARM_UP // length):
@@ -248,10 +245,8 @@ def _compile(
             if carried is None or bool(carried):
                 break
         state = state._replace(shared=now.shared)
-        sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in state]
-        bytes_each = sum(sizes) // streams
-        warm = carried is None or bool(carried)
-        return _Program(lambda key: compiled(params, state, many, key)[:2], streams, warm, bytes_each, size)
+        warm, each = carried is None or bool(carried), state_bytes(state) // streams
+        return _Program(lambda key: compiled(params, state, many, key)[:2], streams, warm, each, temp_bytes(compiled))
 
     def update(est: GradientEstimator, params: Params, state: Any, chunk: Chunk, key: Any) -> tuple[Any, ...]:
         grads, state, info = est.update(params, state, chunk, key)
@@ -263,8 +258,8 @@ def _compile(
         return ravel_pytree(grads.cell)[0], alpha, carried, grads.head, state
 
     pool = ThreadPoolExecutor(os.cpu_count())
-    for candidate in candidates:
-        progress(f"preparing {candidate.name}", 0, 1)
+    for number, candidate in enumerate(candidates):
+        progress("preparing", number, number + 1, candidate.name)
         est = batched(candidate.est, streams)
         state = est.init(params)
         lowered = jax.jit(functools.partial(update, est)).lower(params, state, many, key)
@@ -303,7 +298,8 @@ def _affordable(program: _Program, key: Any, batches: int, seconds: float) -> in
     """How many batches the time allows, but no fewer than are needed and no more than are asked for."""
     if math.isinf(seconds):
         return batches
-    each = min(_take_turns([program], key, 1)[0] for _ in range(2))  # the first call is slower
+    run = functools.partial(program.run, key)
+    each = take_turns({"": run}, 1)[""]
     return max(LEAST, min(batches, int(seconds / each)))
 
 
@@ -350,17 +346,6 @@ def _squared_mean(sizes: np.ndarray, means: Sequence[Array]) -> tuple[float, flo
     count = len(sizes)
     error = math.sqrt((count - 1) / count * float(np.sum((without - without.mean()) ** 2)))
     return float(all_products / all_weights), error
-
-
-def _take_turns(programs: Sequence[_Program], key: Any, repeats: int) -> list[float]:
-    """Median seconds of a call of each program; all take turns, so that noise hits them alike."""
-    times: list[list[float]] = [[] for _ in programs]
-    for _ in range(repeats):
-        for program, taken in zip(programs, times, strict=True):
-            begin = time.perf_counter()
-            jax.block_until_ready(program.run(key))
-            taken.append(time.perf_counter() - begin)
-    return [statistics.median(taken) for taken in times]
 
 
 def _verdict(bias: float, noise: float, eps: float) -> str:

@@ -1,10 +1,7 @@
 """A whole training run: several seeds at once, with its files, its checkpoints, and its end."""
 
 import dataclasses
-import json
 import logging
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,16 +16,15 @@ from streamgrad._typing import PyTree
 from streamgrad.base import GradientEstimator, Model
 from streamgrad.checks import check_size
 from streamgrad.lab import interrupts
-from streamgrad.lab.files import check_room, differences, plain, replace_text
+from streamgrad.lab.files import check_room
+from streamgrad.lab.manifest import Manifest, check_same, new_manifest, resumed, save_manifest
+from streamgrad.lab.progress import COMPILING, Show
 from streamgrad.lab.tasks.base import Task
-from streamgrad.lab.train import metrics
-from streamgrad.lab.train.checkpoint import KEPT, REMEDY, Checkpoints
-from streamgrad.lab.train.loop import Averages, Rows, Summary, TrainState, begin, calls, no_summary, training_step
-from streamgrad.lab.train.progress import COMPILING
+from streamgrad.lab.training import metrics
+from streamgrad.lab.training.checkpoint import KEPT, REMEDY, Checkpoints
+from streamgrad.lab.training.loop import Averages, Rows, Summary, TrainState, begin, calls, no_summary, training_step
 
-Progress = Callable[[int, int, str], None]  # progress(updates made, of how many, a few words)
-
-RUN, CHECKPOINT = "run.json", "checkpoint"
+CHECKPOINT = "checkpoint"
 CALL_SECONDS = 1.0  # how often rows are written and progress is shown, and how long a Ctrl-C may have to wait
 CHECKPOINT_SECONDS = 20.0
 RISE = 2.0  # a loss that ends above so many times that of the first update, which is chance, has exploded
@@ -99,11 +95,11 @@ def train(
     optimizer: optax.GradientTransformation,
     *,
     summarise: Summary = no_summary,
-    progress: Progress | None = None,
+    progress: Show | None = None,
     resume: bool = False,
     describe: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Train several seeds at once, and write `metrics.csv`, `metrics.jsonl`, `run.json` and checkpoints as they come.
+    """Train several seeds at once, and write `metrics.csv`, `run.json` and checkpoints as they come.
 
     Args:
       folder: of this run alone.
@@ -127,7 +123,7 @@ def train(
 
     Example:
       >>> import tempfile, optax, streamgrad as sg
-      >>> from streamgrad.lab.train import Plan, train, read_metrics
+      >>> from streamgrad.lab.training import Plan, train, read_metrics
       >>> from streamgrad.lab.tasks import find_task
       >>> task = find_task("queue", delay=2, batch_size=4, length=3)
       >>> model = sg.Model(sg.cells.vanilla(task.n_in, 5), task.head)
@@ -141,24 +137,22 @@ def train(
     folder = Path(folder)
     template = _template(plan, model, task, estimator, optimizer)
     check_room(folder, _size(plan, template))
-    found = any((folder / name).exists() for name in (RUN, metrics.CSV, CHECKPOINT))
-    if found and not resume:
-        raise ValueError(f"the folder {folder} has a run already: choose another, or resume it.")
-    if found and not plan.checkpoints:
-        raise ValueError(f"the run in {folder} cannot be resumed without checkpoints; remove the folder to begin anew.")
-    described = plain({"describe": dict(describe or {}), "plan": dataclasses.asdict(plan)})
-    if found:
-        _check_same(folder, described)
+    manifest = new_manifest("training", {**(describe or {}), "plan": dataclasses.asdict(plan)})
+    begun = resumed(folder, manifest, resume, also=(metrics.CSV, CHECKPOINT))
+    if begun is not None:
+        if not plan.checkpoints:
+            raise ValueError(f"the run in {folder} cannot go on without checkpoints: begin one in another folder.")
+        check_same(folder, _as_free(begun, manifest), manifest.describe)
     checkpoints = Checkpoints(folder / CHECKPOINT) if plan.checkpoints else None
     saved = checkpoints.newest() if checkpoints else None
     if checkpoints and saved is not None:
         done, ts = saved[0], checkpoints.fit(*saved, template)
-    elif found and metrics.has_rows(folder):
+    elif begun is not None and metrics.has_rows(folder):
         raise ValueError(f"{folder} has rows of a run, but its checkpoint {folder / CHECKPOINT} is gone: {REMEDY}.")
     else:
         done, ts = 0, _begin(plan, model, task, estimator, optimizer)
     metrics.cut(folder, _rows_until(plan, done, np.asarray(ts.stopped)))
-    replace_text(folder / RUN, json.dumps(described | {"versions": _versions(), "device": _device()}, indent=2) + "\n")
+    save_manifest(folder, manifest)
     if checkpoints and saved is None:  # before the first row, so that rows without a checkpoint mean that it was lost
         checkpoints.save(0, ts)
     if done < plan.updates and np.any(np.asarray(ts.stopped) < 0):
@@ -179,7 +173,7 @@ def _go_on(
     made: Iterator[tuple[TrainState, Rows]],
     writer: metrics.Writer,
     checkpoints: Checkpoints | None,
-    progress: Progress | None,
+    progress: Show | None,
 ) -> TrainState:
     """What happens between two calls of the loop. Rows come first: those past a checkpoint can be cut."""
     known, averages, words = np.asarray(ts.stopped), Averages(plan.every), ""
@@ -284,31 +278,10 @@ def _size(plan: Plan, template: PyTree) -> int:
     return ((KEPT + 1) * state if plan.checkpoints else 0) + rows + (1 << 16)
 
 
-def _check_same(folder: Path, described: Mapping[str, Any]) -> None:
-    try:
-        before = json.loads((folder / RUN).read_text(encoding="utf-8"))
-        before = {name: before[name] for name in described}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / RUN} cannot be read, so that this run cannot be resumed: {error}.") from error
-    # A run may be made longer; how often it is saved changes no number.
-    before["plan"]["checkpoint_every"] = described["plan"]["checkpoint_every"]
-    old, new = before["plan"].get("updates"), described["plan"]["updates"]
-    if isinstance(old, int) and old <= new:
-        before["plan"]["updates"] = new
-    different = [words for part in described for words in differences(before[part], described[part])]
-    if different:
-        raise ValueError(f"the run in {folder} was begun with another configuration: {'; '.join(different)}.")
-
-
-def _versions() -> dict[str, str]:
-    import streamgrad
-
-    packages = {module.__name__: module.__version__ for module in (streamgrad, jax, np, optax)}
-    return {"python": platform.python_version(), **packages}
-
-
-def _device() -> dict[str, Any]:
-    device = jax.devices()[0]
-    kind = device.device_kind if device.platform != "cpu" else platform.processor() or platform.machine()
-    x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
-    return {"platform": device.platform, "kind": kind, "cores": os.cpu_count(), "float64": x64}
+def _as_free(begun: Manifest, asked: Manifest) -> dict[str, Any]:
+    """How the run was begun, but for what may change: it may be made longer, and saved more or less often."""
+    before, now = dict(begun.describe.get("plan", {})), asked.describe["plan"]
+    before["checkpoint_every"] = now["checkpoint_every"]
+    if before.get("updates", 0) <= now["updates"]:
+        before["updates"] = now["updates"]
+    return {**begun.describe, "plan": before}

@@ -1,16 +1,17 @@
 """What a run has learnt: parameters and model from the folder of `streamgrad train`."""
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from streamgrad.base import Model, Params
+from streamgrad.lab.manifest import FILE, load_manifest
 from streamgrad.lab.tasks.base import Task
-from streamgrad.lab.train.checkpoint import Checkpoints
-from streamgrad.lab.train.session import CHECKPOINT, RUN
+from streamgrad.lab.training.build import make_model, make_task
+from streamgrad.lab.training.checkpoint import Checkpoints
+from streamgrad.lab.training.session import CHECKPOINT
 
 
 class Loaded(NamedTuple):
@@ -53,15 +54,16 @@ def load_params(folder: Path | str, seed: int | None = None, data: Path | str | 
       (4, (3, 5))
     """
     folder = Path(folder)
-    try:
-        run = json.loads((folder / RUN).read_text(encoding="utf-8"))
-        described, first, count = run["describe"], run["plan"]["seed"], run["plan"]["seeds"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} has no run of `streamgrad train`: {folder / RUN} cannot be read.") from error
+    described = load_manifest(folder).describe
+    if not {"plan", "cell"} <= set(described):
+        raise ValueError(f"the run in {folder} was not begun by `streamgrad train`.")
+    first, count = described["plan"]["seed"], described["plan"]["seeds"]
     seed = first if seed is None else seed
     if seed not in range(first, first + count):
         raise ValueError(f"the run in {folder} has the seeds {first} to {first + count - 1}, not {seed!r}.")
-    model, task = _rebuild(folder, described, data)
+    sizes = {name: described[name] for name in ("batch_size", "length")}
+    task = make_task(described["task"], described["task_options"], data=data, **sizes)
+    model = make_model(described["cell"], described["hidden"], described["layers"], task)
     saved = Checkpoints(folder / CHECKPOINT).newest()
     if saved is None:
         raise ValueError(f"the run in {folder} has no checkpoint to read parameters from.")
@@ -70,23 +72,8 @@ def load_params(folder: Path | str, seed: int | None = None, data: Path | str | 
     def pick(path: tuple, like: jax.ShapeDtypeStruct) -> jax.Array:
         name = f".params{jax.tree_util.keystr(path)}"
         if name not in leaves or leaves[name].shape[1:] != like.shape:
-            raise ValueError(f"the checkpoint in {folder} does not fit its {RUN}, at {name[1:]}.")
+            raise ValueError(f"the checkpoint in {folder} does not fit its {FILE}, at {name[1:]}.")
         return jnp.asarray(leaves[name][seed - first])
 
     template = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
     return Loaded(jax.tree_util.tree_map_with_path(pick, template), model, task, update)
-
-
-def _rebuild(folder: Path, described: dict[str, Any], data: Path | str | None) -> tuple[Model, Task]:
-    """The model and task that the options of a run describe."""
-    try:
-        from streamgrad.lab.cli.train import Options, make_model, make_task
-    except ImportError as error:
-        raise ValueError('this needs the command line\'s extra: pip install "streamgrad[cli]".') from error
-    try:
-        lists: dict[str, Any] = {name: tuple(value) for name, value in described.items() if isinstance(value, list)}
-        options = Options(folder, data=None if data is None else Path(data), **(described | lists))
-    except TypeError as error:
-        raise ValueError(f"the run in {folder} was not begun by `streamgrad train`.") from error
-    task = make_task(options)
-    return make_model(options, task), task

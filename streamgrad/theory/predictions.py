@@ -1,0 +1,44 @@
+"""Which theory belongs to which estimator: the total variance of its gradient, as far as it is known."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from streamgrad._typing import Array, Float
+from streamgrad.theory import Episode, preuoro_total_variance, spatial_total_variance, total_variance
+
+SIGNS = -2.0  # excess kurtosis of random signs, the estimators' own noise
+
+
+class Prediction(NamedTuple):
+    """What theory says of an estimator.
+
+    Attributes:
+      variance: `variance(episode, alpha, options)`, the total variance given α of each step and the options of the
+        estimator.
+      options: those that it knows of; with others there is no prediction.
+      rescaled: whether α matters. If it looks at the noise, as GIR's does, the prediction is an over-estimate.
+    """
+
+    variance: Callable[[Episode, Array, Mapping[str, Any]], Float[Array, ""]]
+    options: frozenset[str]
+    rescaled: bool = True
+
+
+# By the estimator's name in the registry.
+PREDICTIONS: Mapping[str, Prediction] = MappingProxyType(
+    {
+        "spatial_rtrl": Prediction(
+            lambda episode, alpha, options: spatial_total_variance(episode, kurtosis=SIGNS), frozenset({"cut"}), False
+        ),
+        "preuoro": Prediction(
+            lambda episode, alpha, options: preuoro_total_variance(episode, alpha, kurtosis=SIGNS), frozenset({"cut"})
+        ),
+        "uoro": Prediction(
+            lambda episode, alpha, options: total_variance(
+                episode, alpha, q0=options.get("q0"), kurtosis=SIGNS, groups=options.get("groups", 1)
+            ),
+            frozenset({"cut", "groups", "rescale", "q0"}),
+        ),
+    }
+)
