@@ -1,5 +1,6 @@
 """What `compare` compares: every registered estimator with its variants, and the theory of their variance."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array
+from streamgrad.adapt import carried
 from streamgrad.base import Chunk, GradientEstimator, Model, Params
 from streamgrad.estimators import registry
 from streamgrad.theory import Episode, c_matrix, collect, optimal_alpha, optimise
@@ -73,11 +75,14 @@ def _candidates(model: Model, params: Params, chunk: Chunk, only: Sequence[str] 
                 continue  # that is where it cuts anyway
             named = {**row.options, **changed}
             try:
-                est = row.make(model, **{**where, **named})
+                est = row.make(model, **{**(where if len(row.cuts) > 1 else {}), **named})
             except ValueError:  # such as groups that do not divide the cell's preactivations
                 continue
             label = " ".join([row.name, *(f"{option}={value}" for option, value in named.items())])
             yield Candidate(label, row.promise, est, *_prediction(row, episode, {**where, **named}))
+            if not changed:
+                with contextlib.suppress(ValueError):  # not every estimator has noise to choose
+                    yield Candidate(f"{label} carried", row.promise, carried(est))
         if cut == "preactivation" and row.name in PREDICTIONS and PREDICTIONS[row.name].options >= FITTED:
             yield from _hindsight(row, model, episode)
 

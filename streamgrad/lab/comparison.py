@@ -111,7 +111,7 @@ def compare(
       candidates: what to compare; by default `candidates_for` them all.
       progress: called as `progress("preparing" or "measuring", done, of how many, name)`.
       past: `past(i)` is the i-th of the chunks that estimators may learn from before they are measured, as those with
-        `carry=True` do; a chunk of the same length for each stream. By default the chunk itself, over and over.
+        `carried` ones do; a chunk of the same length for each stream. By default the chunk itself, over and over.
       seconds: most time that the samples of one estimator may take; a slow one then gets fewer.
 
     Returns:

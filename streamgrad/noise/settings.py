@@ -35,7 +35,7 @@ def with_noise(state: EstimatorState, q0: Any = None, alpha: Any = None, sigma: 
 
     Args:
       state: of a noisy estimator, or of a batched one, whose streams share these.
-      q0: Q_0, of the shape that the estimator was made with.
+      q0: Q_0, of the shape that the estimator was made with; or a `Shaping`, where its inverse is known.
       alpha: α, likewise; `[T]` for all groups alike.
       sigma: σ of `reinforce`, where it follows no schedule.
 
@@ -57,9 +57,12 @@ def with_noise(state: EstimatorState, q0: Any = None, alpha: Any = None, sigma: 
         )
     if q0 is not None:
         present = _present("q0", None if now.shaping is None else now.shaping.q0)
-        check_q0(q0, len(present))
-        _check_shape("q0", q0, present.shape)
-        now = now._replace(shaping=shaping(q0, present.dtype))
+        if not isinstance(q0, Shaping):
+            check_q0(q0, len(present))
+            q0 = shaping(q0, present.dtype)
+        assert q0 is not None
+        _check_shape("q0", q0.q0, present.shape)
+        now = now._replace(shaping=q0)
     if alpha is not None:
         present = _present("alpha", now.alpha)
         check_alpha(alpha)

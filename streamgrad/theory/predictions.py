@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from streamgrad._typing import Array, Float
-from streamgrad.theory import Episode, preuoro_total_variance, spatial_total_variance, total_variance
+from streamgrad.theory import Episode, spatial_total_variance, total_variance
 
 SIGNS = -2.0  # excess kurtosis of random signs, the estimators' own noise
 
@@ -32,11 +32,12 @@ PREDICTIONS: Mapping[str, Prediction] = MappingProxyType(
             lambda episode, alpha, options: spatial_total_variance(episode, kurtosis=SIGNS), frozenset({"cut"}), False
         ),
         "preuoro": Prediction(
-            lambda episode, alpha, options: preuoro_total_variance(episode, alpha, kurtosis=SIGNS), frozenset({"cut"})
+            lambda episode, alpha, options: total_variance(episode, alpha, groups=episode.size, kurtosis=SIGNS),
+            frozenset({"cut"}),
         ),
         "uoro": Prediction(
             lambda episode, alpha, options: total_variance(
-                episode, alpha, q0=options.get("q0"), kurtosis=SIGNS, groups=options.get("groups", 1)
+                episode, alpha, options.get("q0"), options.get("groups", 1), SIGNS
             ),
             frozenset({"cut", "groups", "rescale", "q0"}),
         ),

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from streamgrad.adapt.learner import in_turns
 
 import streamgrad as sg
 from streamgrad.adapt import window as carried
+from streamgrad.adapt.learner import in_turns
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.shaping import Shaping
 from streamgrad.theory.spatial import Spatial

@@ -165,14 +165,14 @@ def test_ranks_tell_noise_from_difference(rows):
 
 def test_carry_is_measured_with_what_it_has_learnt(rows, monkeypatch):
     found, (model, params, chunk) = rows
-    assert found["uoro carry=True"].verdict == "none seen"
+    assert found["uoro carried"].verdict == "none seen"
     # Without a past it is GIR with the identity, and says so.
     monkeypatch.setattr("streamgrad.lab.comparison.WARM_UP", 6)
-    some = [Candidate("carry", "unbiased", sg.uoro(model, carry=True))]
+    some = [Candidate("carry", "unbiased", sg.carried(sg.uoro(model)))]
     (row,) = compare(model, params, chunk, jax.random.key(3), 2048, 8, repeats=1, candidates=some)
     assert row.name == "carry (nothing learnt yet)"
     np.testing.assert_allclose(row.variance, found["uoro"].variance, rtol=1e-6)
-    assert abs(row.variance / found["uoro carry=True"].variance - 1) > 0.01
+    assert abs(row.variance / found["uoro carried"].variance - 1) > 0.01
 
 
 def test_time_limits_the_samples(rows):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from streamgrad.adapt import carried
 from streamgrad.checks import check_size
-from streamgrad.engine.online import batched
+from streamgrad.engine.streams import batched
 from streamgrad.estimators.registry import REGISTRY
 from streamgrad.lab import interrupts
 from streamgrad.lab.cli.options import choose, from_options, pairs, task_options
@@ -59,6 +60,8 @@ class Options:
     """Where the gradient comes from; `streamgrad estimators` lists them."""
     estimator_options: Pairs = ()
     """Options of the estimator, such as groups=10 noise=gaussian for uoro, or window=5 for tbptt."""
+    carry: bool = False
+    """Carry Q_0 and, for episodes, alpha over from past windows; for uoro and, on episodes, preuoro."""
     optimizer: Literal["adam", "rmsprop", "sgd"] = "adam"
     """From optax."""
     learning_rate: float = 1e-3
@@ -103,7 +106,9 @@ def main(options: Options) -> int:
     task = make_task(options.task, given["task_options"], data=options.data, **sizes)
     with from_options(**names):
         model = make_model(options.cell, options.hidden, options.layers, task)
-        estimator = batched(row.make(model, **{**row.options, **given["estimator_options"]}), task.batch_size)
+        one = row.make(model, **{**row.options, **given["estimator_options"]})
+        one = carried(one, episode=task.length if task.episodic else None) if options.carry else one
+        estimator = batched(one, task.batch_size)
     # Where files lie, what is printed, and what the plan says already do not define the run.
     apart = {"folder", "data", "resume", "json", *(field.name for field in dataclasses.fields(Plan))}
     described = {name: value for name, value in dataclasses.asdict(options).items() if name not in apart} | given

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import optax
 
 from streamgrad._typing import Array
+from streamgrad.adapt import carried
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.cells import lstm
-from streamgrad.engine.online import batched
-from streamgrad.estimators import bptt, carried, uoro
+from streamgrad.engine.streams import batched
+from streamgrad.estimators import bptt, uoro
 from streamgrad.lab.experiments.base import Experiment
 from streamgrad.lab.experiments.carried_report import VARIANCE, sections
 from streamgrad.lab.experiments.episodic import episodic_uoro, estimates, solve_alpha, square_norms
@@ -91,14 +92,16 @@ def make_estimator(name: str, model: Model, task: Task) -> GradientEstimator:
     length = task.length
     if name == "exact":  # the paper's: Q_0 from exact B of past batches, α exact for the very episode
         return episodic_uoro(model, task.batch_size, damping=DAMPING, noise="rademacher")
-    carries = {
-        "gir": None,
-        "all": carried(episode=length, streams=None, decay=0.95, refresh=1),
-        "one": carried(episode=length),
-        "diagonal": carried(episode=length, q0="diagonal"),
-        "online": carried(episode=length, streams=None, alpha="gir", statistics="appendix_f"),
+    est = uoro(model)
+    choices: dict[str, dict[str, Any]] = {
+        "all": {"streams": None, "decay": 0.95, "refresh": 1},
+        "one": {},
+        "diagonal": {"q0": "diagonal"},
+        "online": {"streams": None, "alpha": "gir", "statistics": "appendix_f"},
     }
-    return batched(uoro(model, carry=carries[name]), task.batch_size)
+    if name != "gir":
+        est = carried(est, episode=length, **choices[name])
+    return batched(est, task.batch_size)
 
 
 def make_optimizer(name: str) -> optax.GradientTransformation:

@@ -21,15 +21,16 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
 from streamgrad.checks import check_choice, check_size, leading_length
-from streamgrad.estimators.uoro import UoroShared, uoro
+from streamgrad.estimators.uoro import uoro
 from streamgrad.lab.experiments.roots import ROOTS, damped_q0
 from streamgrad.lab.training.loop import Row, Summary
 from streamgrad.noise.rescale import total_log_alpha
+from streamgrad.noise.settings import with_noise
 from streamgrad.noise.shaping import Shaping
 from streamgrad.noise.sources import find_noise
 from streamgrad.step import cuts
 from streamgrad.theory import Episode, b_matrix, c_matrix, collect, optimal_alpha
-from streamgrad.theory.matrices import c_by_group, spatial_of
+from streamgrad.theory.matrices import c_by_group
 from streamgrad.theory.objective import cross_term, kurtosis_term
 from streamgrad.theory.spatial import spatial_of
 
@@ -222,12 +223,16 @@ def estimates(
     """
     given = log_alpha is not None
     length = leading_length(jax.tree.map(lambda leaf: leaf[0], chunk), "time")
-    est = uoro(model, noise=noise, rescale=np.ones(length) if given else "gir")
-    alpha = jnp.exp(log_alpha)[:, :, None] if given else None
-    state = est.init(params)._replace(shared=UoroShared(pair, alpha))
-    axes = EstimatorState(cell=None, memory=None, shared=UoroShared(shaping=None, rescaling=0 if given else None))
-    grads, _, info = jax.vmap(est.update, in_axes=(None, axes, 0, 0))(params, state, chunk, keys)
-    return grads, info
+    identity = None if pair is None else np.ones(len(pair.q0)) if pair.q0.ndim == 1 else np.eye(len(pair.q0))
+    est = uoro(model, noise=noise, rescale=np.ones(length) if given else "gir", q0=identity)
+    state = est.init(params) if pair is None else with_noise(est.init(params), q0=pair)
+
+    def one(chunk: Chunk, key: Array, alpha: Array | None) -> tuple[Params, Info]:
+        here = state if alpha is None else with_noise(state, alpha=alpha)
+        grads, _, info = est.update(params, here, chunk, key)
+        return grads, info
+
+    return jax.vmap(one)(chunk, keys, jnp.exp(log_alpha) if given else None)
 
 
 def square_norms(tree: Any) -> Float[Array, " B"]:

@@ -27,13 +27,14 @@ from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, Model, Params
 from streamgrad.engine.estimator import transition
 from streamgrad.engine.streams import batched
-from streamgrad.estimators import Shaping, bptt, reinforce, shaping, uoro, with_sigma
+from streamgrad.estimators import bptt, reinforce, uoro
 from streamgrad.lab.experiments.base import Experiment
 from streamgrad.lab.experiments.reinforce_report import FILES, sections
 from streamgrad.lab.progress import Progress, silent
 from streamgrad.lab.tables import write_rows
 from streamgrad.lab.tasks import Task
 from streamgrad.lab.training import begin, run_one, training_step
+from streamgrad.noise import Shaping, shaping, with_noise
 from streamgrad.step.cuts import layout
 
 CELLS: Mapping[str, Callable] = {"vanilla": cells.vanilla, "lstm": cells.lstm, "gru": cells.gru}
@@ -221,7 +222,7 @@ def _limit(config: Config, cell: str, subject: Subject, also_float32: bool) -> R
 
     @jax.jit
     def estimates(params: Params, chunk: Chunk, q0: Array, sigma: Array) -> Array:
-        state = with_sigma(est.init(params), sigma)
+        state = with_noise(est.init(params), sigma=sigma)
         state = state._replace(shared=state.shared._replace(shaping=shaping(q0, sigma.dtype)))
         return jax.vmap(lambda u: _flat(est.update(params, state, chunk, u)[0].cell))(noise.astype(sigma.dtype))
 
@@ -263,7 +264,7 @@ def _sampler(config: Config, subject: Subject, baseline: str) -> Sampler:
 
     @jax.jit
     def sample(noise: Array, sigma: Array, pair: Shaping) -> Array:
-        state = with_sigma(est.init(params), sigma)
+        state = with_noise(est.init(params), sigma=sigma)
         state = state._replace(shared=state.shared._replace(shaping=pair))
         if options["baseline"] == "average":  # outlives the reset with which the chunk begins
             _, state, _ = est.update(params, state, past, noise_of_past)

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad import interrupts
 from streamgrad._typing import PyTree
+from streamgrad.lab import interrupts
 
 KEPT = 2
 REMEDY = "put it back as it was, or begin again in another folder"
