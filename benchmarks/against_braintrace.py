@@ -25,9 +25,7 @@ It takes a batch in two ways, and both are shown:
 """
 
 import argparse
-import csv
 import importlib.metadata
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,9 +35,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import streamgrad as sg
-from benchmarks.timing import Program, make_problem, prepare, take_turns
+from benchmarks.problems import LEAST_SECONDS, make_problem
+from streamgrad.lab.tables import write_rows
+from streamgrad.lab.timing import prepare, take_turns
 
-FIELDS = ["library", "estimator", "hidden", "streams", "us_per_step", "times_streamgrad", "gradient_error"]
 LENGTH, EPISODE = 64, 16
 OURS: dict[str, dict[str, Any]] = {
     "uoro": {},
@@ -185,19 +184,16 @@ def theirs_as_ours(grads: dict[str, Any], hidden: int) -> sg.Params:
     return sg.Params({"w": cell}, head)
 
 
-def as_program(peer: Peer) -> Program:
-    """What `take_turns` takes; called twice, so that nothing is left to compile."""
-    begin = time.perf_counter()
+def as_call(peer: Peer) -> Callable[[], Any]:
+    """What `take_turns` takes."""
     state = peer.values(jax.random.key(1))
-    for _ in range(2):
-        state, _ = jax.block_until_ready(peer.update(state))
 
-    def call(state: Any) -> tuple[Any, Any]:
+    def call() -> Any:
+        nonlocal state
         state, out = peer.update(state)
         return out, state
 
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    return Program(call, state, time.perf_counter() - begin, 0, size)
+    return call
 
 
 def quality_of(samples: list[sg.Params], exact: sg.Params) -> tuple[float, float, float, float]:
@@ -223,13 +219,13 @@ def measure(hidden: int, streams: int, keys: int, repeats: int) -> list[dict[str
         est = sg.batched(sg.uoro(model, **options), streams)
         samples = [est.update(params, est.init(params), episode, key)[0] for key in each]
         quality["streamgrad", name] = quality_of(samples, exact)
-        programs["streamgrad", name] = prepare(est.update, params, est.init(params), chunk, jax.random.key(1))
+        programs["streamgrad", name] = prepare(est.update, params, est.init(params), chunk, jax.random.key(1)).call
     for name, drive in THEIRS.items():
         peer = make_peer(params, episode, drive)
         samples = [theirs_as_ours(peer.update(peer.values(key))[1][0], hidden) for key in each]
         quality["braintrace", name] = quality_of(samples, exact)
-        programs["braintrace", name] = as_program(make_peer(params, chunk, drive))
-    seconds = take_turns(programs, repeats)
+        programs["braintrace", name] = as_call(make_peer(params, chunk, drive))
+    seconds = take_turns(programs, repeats, LEAST_SECONDS)
     rows = []
     for (library, name), value in seconds.items():
         error, along, spread, head = quality[library, name]
@@ -244,17 +240,6 @@ def measure(hidden: int, streams: int, keys: int, repeats: int) -> list[dict[str
             flush=True,
         )
     return rows
-
-
-def write(rows: list[dict[str, Any]], path: Path) -> None:
-    """Never half a file: written beside, then moved."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    with new.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    new.replace(path)
 
 
 def main() -> None:
@@ -273,7 +258,7 @@ def main() -> None:
     rows = []
     for streams in arguments.streams:
         rows += measure(arguments.hidden, streams, arguments.keys, arguments.repeats)
-        write(rows, arguments.out / "against_braintrace.csv")
+        write_rows(arguments.out / "against_braintrace.csv", rows)
     print(f"written: {arguments.out / 'against_braintrace.csv'}")
 
 

@@ -3,13 +3,13 @@
     python -m benchmarks.carried              # LSTM of 50 and 256, 50 streams, minutes on 2 cores
     python -m benchmarks.carried --sizes 50 256 1024
 
-One stream in 50 is watched, and Q_0 and α are solved for every 10 windows. A call is ten updates, so that each holds
+One stream in 50 is watched, and Q_0 and α are solved every 10 windows. A call is ten updates, so each holds
 one solution; programs take turns. Writes `benchmarks/results/carried_<device>.csv`.
 """
 
 import argparse
-import csv
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 
 import streamgrad as sg
-from benchmarks.timing import Program, make_problem, prepare, take_turns
+from benchmarks.problems import LEAST_SECONDS, make_problem
+from streamgrad.lab.tables import write_rows
+from streamgrad.lab.timing import prepare, take_turns
 
 UPDATES = 10
 
@@ -39,7 +41,7 @@ def settings(model: sg.Model, length: int) -> dict[str, sg.GradientEstimator]:
     }
 
 
-def compiled(est: sg.GradientEstimator, params: sg.Params, chunk: sg.Chunk, streams: int) -> Program:
+def compiled(est: sg.GradientEstimator, params: sg.Params, chunk: sg.Chunk, streams: int) -> Callable[[], Any]:
     """Ten updates of a batch, after as many as the statistics need to be used."""
     many = sg.batched(est, streams)
 
@@ -53,11 +55,11 @@ def compiled(est: sg.GradientEstimator, params: sg.Params, chunk: sg.Chunk, stre
         (total, state), loss = jax.lax.scan(one, (zero, state), jax.random.split(key, UPDATES))
         return total, state, sg.Info(loss[-1], {})
 
-    state = many.init(params)
-    program = prepare(updates, params, state, chunk, jax.random.key(1))
+    call = prepare(updates, params, many.init(params), chunk, jax.random.key(1)).call
+    *_, state = call()
     while hasattr(state.shared, "ready") and not bool(state.shared.ready):
-        _, state = program.call(state)
-    return program._replace(state=state)
+        *_, state = call()
+    return call
 
 
 def main() -> None:
@@ -75,10 +77,8 @@ def main() -> None:
     rows = []
     for hidden, length in zip(options.sizes, options.lengths, strict=True):
         model, params, chunk = make_problem("lstm", hidden, options.streams, length)
-        programs = {
-            name: compiled(est, params, chunk, options.streams) for name, est in settings(model, length).items()
-        }
-        seconds = take_turns(programs, options.repeats)
+        calls = {name: compiled(est, params, chunk, options.streams) for name, est in settings(model, length).items()}
+        seconds = take_turns(calls, options.repeats, LEAST_SECONDS)
         for name, took in seconds.items():
             row = {"device": device.device_kind, "hidden": hidden, "streams": options.streams, "length": length}
             row |= {"setting": name, "ms_per_update": round(1e3 * took / UPDATES, 3)}
@@ -86,14 +86,7 @@ def main() -> None:
             rows.append(row)
             print(f"H {hidden:4d} T {length:3d} {name:28s} {row['ms_per_update']:9.2f} ms  "
                   f"{row['times_uoro']:6.3f} uoro  {row['times_bptt']:6.2f} bptt", flush=True)  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"carried_{'cpu' if device.platform == 'cpu' else 'gpu'}.csv"
-    new = path.with_suffix(".new")
-    with new.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    new.replace(path)
+    write_rows(options.out / f"carried_{'cpu' if device.platform == 'cpu' else 'gpu'}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,10 @@
     python -m benchmarks.cost --preset gpu     # minutes on one GPU
 
 Prints a table and writes `benchmarks/results/cost_<preset>.csv`; `python -m benchmarks.plot` draws it. It imports jax,
-numpy and streamgrad alone, so that a GPU without a network needs nothing but a copy of this repository.
+numpy, optax and streamgrad alone: a GPU without a network needs nothing but a copy of this repository.
 """
 
 import argparse
-import csv
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import streamgrad as sg
-from benchmarks.timing import Program, handwritten_bptt, make_problem, prepare, take_turns
+from benchmarks.problems import LEAST_SECONDS, handwritten_bptt, make_problem
+from streamgrad.lab.tables import write_rows
+from streamgrad.lab.timing import Program, prepare, state_bytes, take_turns, temp_bytes
 
 FIELDS = ["section", "device", "cell", "hidden", "streams", "length", "estimator"]
 FIELDS += ["us_per_step", "times_bptt", "temp_mib", "state_mib", "compile_s"]
@@ -75,6 +75,11 @@ def compiled(est: sg.GradientEstimator, params: Any, chunk: sg.Chunk, streams: i
     return prepare(many.update, params, many.init(params), chunk, jax.random.key(1))
 
 
+def turns(programs: dict[str, Program], repeats: int) -> dict[str, float]:
+    """Median seconds of a call of each."""
+    return take_turns({name: program.call for name, program in programs.items()}, repeats, LEAST_SECONDS)
+
+
 class Table:
     """Rows that are printed as they come and written at the end."""
 
@@ -93,14 +98,8 @@ class Table:
         )
 
     def write(self, path: Path) -> None:
-        """Never half a file: written beside, then moved."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        with new.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS, restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
-        new.replace(path)
+        """All rows so far."""
+        write_rows(path, [dict.fromkeys(FIELDS, "") | row for row in self.rows])
 
 
 def measure_sizes(table: Table, cell: str, preset: str, only: list[str] | None = None) -> None:
@@ -120,7 +119,7 @@ def measure_sizes(table: Table, cell: str, preset: str, only: list[str] | None =
             if cell != "gru" and only is None:
                 state = (jnp.zeros((streams, hidden)), jnp.zeros((streams, hidden)))
                 programs["hand-written scan"] = prepare(handwritten_bptt(cell, hidden), params, state, chunk, None)
-            seconds = take_turns(programs, options["repeats"])
+            seconds = turns(programs, options["repeats"])
             for name, program in programs.items():
                 table.add(
                     "size", cell, hidden, streams, length, name,
@@ -142,8 +141,7 @@ def measure_memory(table: Table, cell: str, preset: str, hidden: int = 256, stre
             many = sg.batched(est, streams)
             state = jax.eval_shape(many.init, params)
             lowered = jax.jit(many.update, donate_argnums=1).lower(params, state, chunk, jax.random.key(1))
-            temp = lowered.compile().memory_analysis().temp_size_in_bytes
-            size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+            temp, size = temp_bytes(lowered.compile()), state_bytes(state)
             table.add(
                 "memory", cell, hidden, streams, length, name,
                 temp_mib=round(temp / 2**20, 2), state_mib=round(size / 2**20, 2),
@@ -172,7 +170,7 @@ def measure_rtrl(table: Table, preset: str) -> None:
             "bare product": prepare(product, params, jnp.ones((hidden, columns)), chunk, None),
             "bptt": compiled(sg.bptt(model), params, chunk, 1),
         }
-        seconds = take_turns(programs, PRESETS[preset]["repeats"])
+        seconds = turns(programs, PRESETS[preset]["repeats"])
         for name, value in seconds.items():
             table.add(
                 "rtrl", "vanilla", hidden, 1, length, name,
@@ -191,7 +189,7 @@ def measure_growth(table: Table, cell: str, preset: str) -> None:
         programs = {
             name: compiled(est, params, chunk, 8) for name, est in (("bptt", sg.bptt(model)), ("uoro", sg.uoro(model)))
         }
-        times[hidden, length] = take_turns(programs, PRESETS[preset]["repeats"])
+        times[hidden, length] = turns(programs, PRESETS[preset]["repeats"])
         for name, value in times[hidden, length].items():
             table.add("growth", cell, hidden, 8, length, name, us_per_step=round(value / length * 1e6, 2))
     for name in ("bptt", "uoro"):

@@ -16,7 +16,6 @@ Tasks: "recall", the bit of 3 steps ago, an update at every step; "text", the ne
 """
 
 import argparse
-import csv
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ import numpy as np
 import optax
 
 import streamgrad as sg
+from streamgrad.lab.tables import write_rows
 from streamgrad.lab.tasks import find_task
 from streamgrad.lab.tasks.base import Task
 
@@ -124,15 +124,15 @@ def trained(
     return {name: np.concatenate([row[name] for row in rows], axis=1) for name in rows[0]}
 
 
-def rank_sum(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """z of Wilcoxon's rank sum: above 2.6 `ours` are larger than `theirs` beyond noise, 1 in 200 by chance.
+def rank_sum(these: np.ndarray, those: np.ndarray) -> float:
+    """z of Wilcoxon's rank sum: above 2.6 `these` are larger than `those` beyond noise, 1 in 200 by chance.
 
     Example:
       >>> round(rank_sum(np.array([5.0, 6.0, 7.0]), np.array([1.0, 2.0, 3.0])), 2)
       1.96
     """
-    larger = np.sum(ours[:, None] > theirs[None]) + 0.5 * np.sum(ours[:, None] == theirs[None])
-    n, m = len(ours), len(theirs)
+    larger = np.sum(these[:, None] > those[None]) + 0.5 * np.sum(these[:, None] == those[None])
+    n, m = len(these), len(those)
     return float((larger - n * m / 2) / np.sqrt(n * m * (n + m + 1) / 12))
 
 
@@ -204,7 +204,6 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=list(TRAINED))
     options = parser.parse_args()
     parts: dict[str, Callable] = {"training": train, "variance": measure}
-    options.out.mkdir(parents=True, exist_ok=True)
     for part in [options.only] if options.only else list(parts):
         rows: list[dict] = []
         for task, cell, groups in itertools.product(options.tasks, options.cells, options.groups):
@@ -215,10 +214,7 @@ def main() -> None:
             for row in parts[part](problem, cell, groups, options.updates, options.frozen, options.seeds, settings):
                 print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
                 rows.append(row)
-        with (options.out / f"live_{part}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(options.out / f"live_{part}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
 Needs matplotlib (the extra `cli`).
 """
 
-import csv
 from pathlib import Path
+
+from streamgrad.lab.tables import read_rows
 
 RESULTS = Path(__file__).parent / "results"
 SHOWN = ("bptt", "hand-written scan", "uoro, no rescaling", "uoro", "uoro, plain form")
@@ -20,9 +21,8 @@ def draw(source: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with source.open() as file:
-        rows = list(csv.DictReader(file))
-    sizes = [row for row in rows if row["section"] == "size" and row["length"] == "64"]
+    rows = read_rows(source)
+    sizes = [row for row in rows if row["section"] == "size" and row["length"] == 64]
     labels = list(dict.fromkeys((row["cell"], int(row["hidden"]), int(row["streams"])) for row in sizes))
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.2), width_ratios=(3, 1.2), layout="constrained")
     width = 0.16
@@ -51,7 +51,7 @@ def draw(source: Path) -> Path:
     right.set_xlabel("T, steps of the sequence")
     right.set_ylabel("MiB")
     first = memory[0]
-    right.set_title(f"memory: {first['cell']}, H {first['hidden']}, {first['streams']} streams", fontsize=10)
+    right.set_title(f"memory: {first['cell']}, H {first['hidden']:g}, {first['streams']:g} streams", fontsize=10)
     right.legend(frameon=False, fontsize=9)
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)

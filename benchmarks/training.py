@@ -9,7 +9,6 @@ files" is a whole run, with rows and a checkpoint at every hand-over, as the pre
 """
 
 import argparse
-import csv
 import itertools
 import statistics
 import tempfile
@@ -22,8 +21,10 @@ import jax.numpy as jnp
 import optax
 
 import streamgrad as sg
-from benchmarks.timing import handwritten_bptt
+from benchmarks.problems import handwritten_bptt
+from streamgrad.lab.tables import write_rows
 from streamgrad.lab.tasks import Task, find_task
+from streamgrad.lab.timing import take_turns
 from streamgrad.lab.training import Plan, begin, run, train, training_step
 
 SIZES = [(24, 32, 1), (24, 32, 3), (50, 50, 1)]  # units, streams, seeds
@@ -64,7 +65,7 @@ def plain_loop(task: Task, model: sg.Model, optimizer: optax.GradientTransformat
     return advance
 
 
-def our_loop(
+def loop_without_files(
     task: Task, model: sg.Model, estimator: sg.GradientEstimator, optimizer: optax.GradientTransformation, seeds: int
 ) -> Callable[[], None]:
     """`streamgrad.lab.training.run`, without files."""
@@ -106,18 +107,11 @@ def measure(hidden: int, streams: int, seeds: int, repeats: int) -> dict[str, fl
     bptt, uoro = (sg.batched(make(model), streams) for make in (sg.bptt, sg.uoro))
     loops = {
         "plain JAX, BPTT": plain_loop(task, model, optimizer, seeds),
-        "streamgrad, bptt": our_loop(task, model, bptt, optimizer, seeds),
-        "streamgrad, uoro": our_loop(task, model, uoro, optimizer, seeds),
+        "streamgrad, bptt": loop_without_files(task, model, bptt, optimizer, seeds),
+        "streamgrad, uoro": loop_without_files(task, model, uoro, optimizer, seeds),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for turn in range(repeats + 1):
-        for name, advance in loops.items():
-            start = time.perf_counter()
-            advance()
-            if turn:  # the first has the compilation in it
-                seconds[name].append(time.perf_counter() - start)
-    seconds["streamgrad, bptt, with files"] = whole_run(task, model, bptt, optimizer, seeds, repeats)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    files = statistics.median(whole_run(task, model, bptt, optimizer, seeds, repeats))
+    return take_turns(loops, repeats) | {"streamgrad, bptt, with files": files}
 
 
 def main() -> None:
@@ -133,10 +127,12 @@ def main() -> None:
         found = measure(hidden, streams, seeds, arguments.repeats)
         for name, value in found.items():
             ratio = found["plain JAX, BPTT"] / value
-            rows.append([device.device_kind, hidden, streams, seeds, name, round(PER_CALL / value, 1), round(ratio, 3)])
-            print(f"LSTM {hidden}, {streams} streams, {seeds} seeds  {name:30s} {rows[-1][-2]:8.1f}/s  x {ratio:.2f}")
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows([FIELDS, *rows])
+            numbers = (hidden, streams, seeds, name, round(PER_CALL / value, 1), round(ratio, 3))
+            rows.append(dict(zip(FIELDS, (device.device_kind, *numbers), strict=True)))
+            print(
+                f"LSTM {hidden}, {streams} streams, {seeds} seeds  {name:30s} {PER_CALL / value:8.1f}/s  x {ratio:.2f}"
+            )
+    write_rows(path, rows)
     print(f"written: {path}")
 
 

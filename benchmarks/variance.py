@@ -1,8 +1,8 @@
 """What the variance theory costs, in multiples of one BPTT of the same batch, and what α it finds.
 
-    python benchmarks/variance.py                          # the paper's setting: LSTM of 50, 28 rows, 50 streams
-    python benchmarks/variance.py --length 784 --streams 1 # pixel by pixel, without b in memory
-    python benchmarks/variance.py --alphas                 # GIR, greedy and exact α on one episode
+    python -m benchmarks.variance                          # the paper's setting: LSTM of 50, 28 rows, 50 streams
+    python -m benchmarks.variance --length 784 --streams 1 # pixel by pixel, without b in memory
+    python -m benchmarks.variance --alphas                 # GIR, greedy and exact α on one episode
 
 Each row is timed alone: compiled first, then the median of `--repeats` calls, beside BPTT in the same process. Peak
 memory is the device's where it says so; on a CPU each row runs in a process of its own, and its largest resident set
@@ -11,15 +11,12 @@ four gzipped IDX files of MNIST, the streams are digits; without it they are ran
 """
 
 import argparse
-import csv
 import gzip
 import os
 import pathlib
 import resource
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import streamgrad as sg
+from streamgrad.lab.tables import write_rows
+from streamgrad.lab.timing import take_turns
 
 
 def load(data: str | None, length: int, streams: int) -> sg.Chunk:
@@ -107,15 +106,9 @@ def tasks(model: sg.Model, length: int, streams: int, block: int | None) -> dict
 
 
 def seconds(task: Callable[..., Any], params: sg.Params, chunk: sg.Chunk, repeats: int) -> float:
-    """The median of several calls, after one that compiles."""
+    """The median of several calls, alone, after two that compile and warm up."""
     compiled = jax.jit(task)
-    jax.block_until_ready(compiled(params, chunk))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(params, chunk))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return take_turns({"": lambda: compiled(params, chunk)}, repeats)[""]
 
 
 def peak_bytes() -> int:
@@ -230,10 +223,7 @@ def main() -> None:
     )
     rows = alphas(model, params, chunk, options.samples) if options.alphas else costs(options, model, params, chunk)
     if options.csv:
-        with open(options.csv, "w", newline="") as f:
-            writer = csv.DictWriter(f, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(pathlib.Path(options.csv), rows)
 
 
 if __name__ == "__main__":
