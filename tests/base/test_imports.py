@@ -133,7 +133,7 @@ model = sg.Model(sg.cells.lstm(2, 3), sg.heads.softmax(2))
 params = model.init(jax.random.key(0))
 chunk = sg.Chunk(jax.numpy.ones((2, 2)), jax.numpy.zeros(2, int))
 grads, state, info = sg.uoro(model).update(params, sg.uoro(model).init(params), chunk, jax.random.key(1))
-import streamgrad.lab.training.progress, streamgrad.lab.tasks.queue, streamgrad.lab.tasks.mnist
+import streamgrad.lab.progress, streamgrad.lab.tasks.queue, streamgrad.lab.tasks.mnist
 """
 
 

@@ -1,4 +1,4 @@
-"""The README is true: its examples run as printed, and its table is the registry.
+"""The README and the pages it leads to are true: their examples run as printed, and the table is the registry.
 
 `make table` (this file as a script) brings the table up to date.
 """
@@ -13,6 +13,7 @@ from streamgrad.estimators import markdown_table
 from tests.tools import ROOT, code_blocks, error, make_chunk, make_model, make_params, run
 
 README = ROOT / "README.md"
+PAGES = ("README.md", "docs/variance.md", "docs/carried.md", "docs/reinforce.md")
 MARKS = ("<!-- estimators -->\n", "<!-- /estimators -->")
 
 
@@ -30,11 +31,10 @@ def test_examples_run_as_printed():
 
     Each block begins with no names, so that it can be copied on its own.
     """
-    blocks = code_blocks(README)
-    assert len(blocks) >= 4
+    blocks = [(page, block) for page in PAGES for block in code_blocks(ROOT / page)]
+    assert {page for page, _ in blocks} == set(PAGES)
     code = "\n".join(
-        f"exec(compile({block!r}, 'block {i} of README', 'exec'), {{'__name__': '__main__'}})"
-        for i, block in enumerate(blocks)
+        f"exec(compile({block!r}, 'a block of {page}', 'exec'), {{'__name__': '__main__'}})" for page, block in blocks
     )
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
