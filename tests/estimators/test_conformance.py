@@ -39,8 +39,12 @@ def noisy(row) -> bool:
 
 
 def make(row, cut, model, **options):
-    options = dict(row.options) | ({"cut": cut} if len(row.cuts) > 1 else {}) | options
-    return made(row.make, model, **options)
+    return made(row.make, model, **(where(row, cut) | options))
+
+
+def where(row, cut) -> dict:
+    """The row's own options, with the cut where it can be chosen."""
+    return dict(row.options) | ({"cut": cut} if cut and len(row.cuts) > 1 else {})
 
 
 def recording_noise(shapes: list) -> Noise:
@@ -55,7 +59,7 @@ def recording_noise(shapes: list) -> Noise:
 
 def noise_shape(row, cut, model, params, chunk) -> tuple[int, ...]:
     shapes: list = []
-    est = row.make(model, **row.options, **({"cut": cut} if cut else {}), noise=recording_noise(shapes))
+    est = row.make(model, **where(row, cut), noise=recording_noise(shapes))
     jax.eval_shape(est.update, params, est.init(params), chunk, jnp.zeros(()))
     return shapes[0]
 
@@ -177,7 +181,7 @@ def test_one_trace_per_shape(row, cut):
     cell = sg.cells.affine(step, plain.init_params, plain.init_state, example_input=plain.example_input)
     model = sg.Model(cell, sg.heads.squared_error(2))
     params = make_params(model)
-    est = row.make(model, **row.options, **({"cut": cut} if cut else {}))
+    est = row.make(model, **where(row, cut))
     for update in (est.update, jax.jit(est.update)):
         state = est.init(params)
         _, state, _ = update(params, state, make_chunk(model, 4), jax.random.key(0))

@@ -187,7 +187,7 @@ relative to its squared norm.
   alpha depends on the noise.
 - µs/step and memory are for one stream. state is kept from chunk to chunk;
   scratch is needed during an update, and that of bptt grows with the chunk.
-- What is carried has been learnt from earlier chunks of the same task; the stream that
+- "carried" has learnt from earlier chunks of the same task; the stream that
   it is measured on begins with the chunk, as for all.
 - Rank "-": optimal alpha and Q_0 were fitted to this very chunk. They show
   what there is to gain.
