@@ -70,7 +70,7 @@ def test_core_imports_with_jax_numpy_and_optax_alone():
     extras = ["jaxtyping", "beartype", "hypothesis", "pytest", "tyro", "rich", "orbax", "matplotlib", "jinja2"]
     extras += ["sklearn"]
     code = f"import sys; sys.modules.update(dict.fromkeys({extras}))\nimport streamgrad as sg, jax\n"
-    code += "import streamgrad.lab.training.progress, streamgrad.lab.tasks.queue, streamgrad.lab.tasks.mnist\n"
+    code += "import streamgrad.lab.progress, streamgrad.lab.tasks.queue, streamgrad.lab.tasks.mnist\n"
     code += "m = sg.Model(sg.cells.lstm(2, 3), sg.heads.softmax(2)); print(sg.uoro(m).init(m.init(jax.random.key(0))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
