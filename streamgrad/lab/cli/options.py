@@ -19,7 +19,7 @@ def from_options(**options: str) -> Iterator[None]:
     """What is wrong with values that came from options alone is wrong with the command line.
 
     Args:
-      **options: the option that each argument came from, so that the error names what the user has typed.
+      **options: the option that each argument came from: the error names what the user has typed.
 
     Example:
       >>> with from_options(n_hidden="--hidden"):

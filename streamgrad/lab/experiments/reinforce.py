@@ -7,7 +7,7 @@
 | `shaping.csv` | what the best Q_0 at the state does to both |
 
 A network learns for a while, by BPTT, to recall the bit of a few steps ago. Then all estimates are of the gradient of
-one stream of it. σ falls over six decades, so that it is computed in float64, whatever the default is.
+one stream of it. σ falls over six decades, which takes float64, whatever the default is.
 """
 
 import dataclasses
@@ -210,7 +210,7 @@ def _limit(config: Config, cell: str, subject: Subject, also_float32: bool) -> R
     model, params, chunk, _, _, best = subject
     size = _size(model)
     noise = _draw(config.seed + 1, config.draws, config.length, size)
-    # Q_0 is in the shared state, so that one program serves both.
+    # Q_0 is in the shared state: one program serves both.
     est = reinforce(model, noise="given", q0=np.eye(size))
     limit = uoro(model, cut="state", rescale="none", noise="given", q0=np.eye(size))
 

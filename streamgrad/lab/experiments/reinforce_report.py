@@ -97,7 +97,7 @@ def _limit(rows: Rows) -> Section:
     )
     text = (
         "The same noise is given to both estimators. The dotted line is in float32, where the difference of two losses "
-        "is divided by the size of the noise, so that rounding takes over when that is small."
+        "is divided by the size of the noise: rounding takes over when that is small."
     )
     header = ["cell", "Q_0", "fitted power", "distance at the smallest noise", "nearest in float32"]
     return Section("REINFORCE becomes UORO (Section 9)", figure, text, [claim], Table(header, table), ["limit.csv"])

@@ -20,8 +20,8 @@ def damped_q0(b: Float[Array, "N N"], damping: Any, root: str = "eigh") -> Shapi
 
         Q_0 = (B / m + damping I)^{-1/4},    m = tr(B) / N
 
-    Like `streamgrad.theory.optimal_q0`, but `damping` may be a traced number, so that a sweep over it is not compiled
-    anew, and the work may be left to matrix products.
+    Like `streamgrad.theory.optimal_q0`, but `damping` may be a traced number, for a sweep in one program, and
+    the work may be left to matrix products.
 
     Args:
       b: B, symmetric and positive semidefinite; zero gives a multiple of the identity.

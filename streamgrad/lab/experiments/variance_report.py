@@ -20,7 +20,7 @@ LABELS = {
 NAMES = list(LABELS)
 BEST = "optimal-optimal"
 
-# Where in training settings are compared: V(Q) is heavy-tailed, so that single updates say nothing.
+# Where in training settings are compared: V(Q) is heavy-tailed, and single updates say nothing.
 LATE, FINAL = 0.5, 0.1
 # ‖ĝ - g‖² - ‖g‖² of very few samples may be below 0, where its logarithm is to be far away.
 TINY = 1e-30
@@ -206,7 +206,7 @@ def _variances(records: Records) -> Section:
         "The part of the variance that Q₀ and α can change: as the theory predicts it, and as it was measured while "
         "training, with the squared norm of the gradient beside it; each row of the record is a mean over a number of "
         "updates and the minibatch. The table has means over the last half of the updates. V(Q) is nearly all of the "
-        "total variance here, so that the correction of the paper's second term does not show."
+        "total variance here, and the correction of the paper's second term does not show."
     )
     return Section(
         "Variance, predicted and measured (Figure 2)",

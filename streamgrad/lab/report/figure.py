@@ -33,7 +33,7 @@ def standalone_svg(figure: Any) -> str:
 
 
 def narrow_svg(figure: Any, inches: float = 4.2, least: float = 0.6) -> str:
-    """The figure once more, laid out anew for a phone: less wide, with text of the same size.
+    """The figure once more, laid out again for a phone: less wide, with text of the same size.
 
     Args:
       figure: a matplotlib figure; is left as it was.
@@ -64,7 +64,7 @@ def inline_svg(document: str, prefix: str, label: str, kind: str = "") -> str:
     """An SVG document as an element of the page.
 
     Its ids and the references to them get a prefix, since an id must be unique within a page; dark and light greys
-    become the page's ink and paper, so that the figure is readable in the page's dark form, too.
+    become the page's ink and paper: the figure stays readable in the page's dark form.
 
     Args:
       document: from `standalone_svg`.

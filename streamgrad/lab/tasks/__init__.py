@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streamgrad.lab.tasks.base import Task
 
-# Each is imported when it is asked for, so that the command line can list them at once.
+# Each is imported when it is asked for: not every machine has what the others need.
 TASKS = {
     "digits": "8x8 handwritten digits, by rows or pixels; they ship inside scikit-learn",
     "mnist": "28x28 handwritten digits, by rows or pixels; needs the four files in a data folder",

@@ -17,7 +17,7 @@ class Task(NamedTuple):
       batch_size: B, the number of streams.
       length: T, the steps of a chunk.
       episodic: whether each chunk is one whole episode, beginning with a reset.
-      data: arrays that `sample` reads; an argument, so that they do not become part of the compiled program.
+      data: arrays that `sample` reads; an argument, for they must not become part of the compiled program.
       init: `init(key) -> state`, where the streams stand.
       sample: `sample(data, state, key) -> (chunk, state)`; the chunk has the streams as leading axis, then time.
       observe: `observe(state, chunk, info) -> (state, row)`, for a task that follows the learner, such as a curriculum:

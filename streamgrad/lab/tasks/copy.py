@@ -48,7 +48,7 @@ def copy(
 
     The curriculum: the average of the loss at recalled symbols, avg ← decay · avg + (1 - decay) · loss at each update
     in which any is recalled, begins at log(symbols), which is chance. When it falls below `threshold`, n grows by one
-    for the episodes that begin from then on, and the average begins anew.
+    for the episodes that begin from then on, and the average starts over.
 
     Args:
       symbols: how many different ones there are.

@@ -22,7 +22,7 @@ class IdxFile(NamedTuple):
     Attributes:
       name: as it is published, without ".gz".
       shape: of the array in it.
-      md5: of its uncompressed content, since anyone may compress it anew.
+      md5: of its uncompressed content, since anyone may compress it again.
     """
 
     name: str

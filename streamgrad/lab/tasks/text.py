@@ -19,7 +19,7 @@ def text(path: str | Path, batch_size: int = 50, length: int = 10) -> Task:
     Args:
       path: a file in UTF-8. Its vocabulary is the set of characters in it, in the order of their code points.
       batch_size: B, streams at once. They begin at equal distances in the text, from a place that is drawn at random.
-      length: T, steps of a chunk. Streams go on across chunks; at the end of the text they begin it anew, with a reset.
+      length: T, steps of a chunk. Streams go on across chunks; at the end of the text they start over, with a reset.
 
     Returns:
       The task.

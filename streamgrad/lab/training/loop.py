@@ -28,7 +28,7 @@ StepFn = Callable[[PyTree, "TrainState"], tuple["TrainState", Row]]
 
 
 class TrainState(NamedTuple):
-    """All that a run needs to go on: what is not in here is not needed, so that a resumed run is the unbroken one.
+    """All that a run needs to go on: what is not in here is not needed. A resumed run is the unbroken one.
 
     Attributes:
       step: number of updates made.
@@ -131,7 +131,7 @@ def calls(
 ) -> Iterator[tuple[TrainState, Rows]]:
     """Train several seeds at once, in calls of one program, which is compiled before the first of them.
 
-    How many updates a call makes is an argument of the program, so that calls of any length give the same bits.
+    How many updates a call makes is an argument of the program: calls of any length give the same bits.
 
     Args:
       step: from `training_step`.

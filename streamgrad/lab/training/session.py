@@ -153,7 +153,7 @@ def train(
         done, ts = 0, _begin(plan, model, task, estimator, optimizer)
     metrics.cut(folder, _rows_until(plan, done, np.asarray(ts.stopped)))
     save_manifest(folder, manifest)
-    if checkpoints and saved is None:  # before the first row, so that rows without a checkpoint mean that it was lost
+    if checkpoints and saved is None:  # before the first row: rows without a checkpoint mean that it was lost
         checkpoints.save(0, ts)
     if done < plan.updates and np.any(np.asarray(ts.stopped) < 0):
         if progress:
@@ -263,7 +263,7 @@ def _begin_all(model: Model, task: Task, estimator: Any, optimizer: Any) -> Call
 
 
 def _begin(plan: Plan, *parts: Any) -> TrainState:
-    """By way of the host, as a restored state comes, so that no weak type makes the two trace differently."""
+    """By way of the host, as a restored state comes: no weak type may make the two trace differently."""
     return jax.tree.map(jnp.asarray, jax.device_get(jax.jit(_begin_all(*parts))(_seeds(plan))))
 
 
