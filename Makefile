@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PYTEST := pytest -n 2 --dist worksteal --durations 10
 
-.PHONY: setup lint format types unit slow test oldest newest table demo clean
+.PHONY: setup lint format types unit slow test oldest newest newest-found table demo clean
 
 setup: $(STAMP)
 
@@ -48,7 +48,10 @@ slow: setup
 test: lint types unit
 
 # A short part of the suite with the oldest and with the newest JAX that is promised.
-SHORT := tests/base tests/cells tests/docs/test_readme.py tests/estimators/test_conformance.py tests/lab/test_tasks.py
+SHORT := tests/base/test_imports.py tests/cells tests/docs/test_readme.py tests/estimators/test_conformance.py \
+	tests/estimators/test_exact.py::test_rtrl_is_the_textbook tests/estimators/test_unbiased.py::test_uoro_gir \
+	tests/theory/test_objective.py::test_textbook_equations tests/lab/test_train.py::test_files_of_a_run \
+	tests/lab/test_train.py::test_training_is_gradient_descent_on_the_mean_loss
 OLDEST := jax==0.8.*
 NEWEST := jax==0.12.*
 

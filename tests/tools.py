@@ -66,6 +66,15 @@ def make_model(cell: str, n_in: int = 1, n_hidden: int = 2) -> sg.Model:
     return sg.Model(CELLS[cell](n_in, n_hidden), sg.heads.squared_error(2))
 
 
+# Every cut of every kind of cell.
+CELL_CUTS = [
+    (cell, cut)
+    for cell in ("vanilla", "lstm", "gru", "stack", "nested")
+    for cut in ("state", "params", "preactivation")
+    if cut in make_model(cell).cell.cuts
+]
+
+
 def make_params(model: sg.Model, seed: int = 0, dtype=jnp.float64) -> sg.Params:
     """Parameters away from any symmetry: biases, too, are not zero."""
     params = made(initialised, model)(seed)
