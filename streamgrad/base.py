@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
     Attributes:
       inputs: x_t, a pytree of `[T, ...]`.
       targets: what the head compares its prediction with, a pytree of `[T, ...]`.
-      reset: where true, the step begins an episode: state, tangent and cotangent start anew *before* it.
+      reset: where true, the step begins an episode: state, tangent and cotangent start again *before* it.
     """
 
     inputs: PyTree

@@ -75,7 +75,7 @@ class CarriedShared(NamedTuple):
 
 
 def solve(groups: Groups, damping: float, shared: CarriedShared) -> CarriedShared:
-    """Solve for Q_0 and α anew; where that makes no sense they stay, and `solved` says so.
+    """Solve for Q_0 and α; where that makes no sense they stay, and `solved` says so.
 
     Args:
       groups: the partition of the preactivations.

@@ -13,11 +13,13 @@ one weighted sum and one matrix product, and w̃ is written once per chunk. GIR'
 
     ‖w̃_t‖² = ‖w̃_{t-1}‖²/γ² + 2/(γβ) v_t^T w̃_{t-1} a_t + ‖v_t‖²‖a_t‖²/β²,
 
-whose middle term comes from the projections v_s^T w̃_{t-1} of all the steps s that are still ahead: the noise is known,
-so that they begin as one product, v_s^T w̃_0, and each step adds (v_s · v_t) a_t / β_t to them. That is done at once for
-the few steps that follow, and as a matrix product every few steps for the rest.
+whose middle term comes from the projections v_s^T w̃_{t-1} of all the steps s that are still ahead. The noise is known.
+They begin as one product, v_s^T w̃_0, and each step adds (v_s · v_t) a_t / β_t to them: at once for the few steps that
+follow, and as a matrix product every few steps for the rest.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,18 +63,11 @@ def block_length(length: int, size: int) -> int:
     return min(length, max(2 * FEW, min(256, size // 4)))
 
 
-def factored(
-    model: Model,
-    cut: Cut,
-    groups: Groups,
-    rescaling: Rescaling,
-    draw: Callable[..., Shaped],
-    init: Callable[[Params], EstimatorState],
-    immediate: str,
-) -> Algorithm:
-    """UORO's algorithm for whole chunks.
+@dataclasses.dataclass(frozen=True)
+class Factored:
+    """UORO for whole chunks, out of its parts.
 
-    Args:
+    Attributes:
       model: the model whose gradients are estimated.
       cut: its cut at the preactivations.
       groups: must be even.
@@ -80,74 +75,62 @@ def factored(
       draw: UORO's noise.
       init: UORO's state.
       immediate: "estimated" or "exact".
-
-    Returns:
-      The algorithm.
     """
 
-    def advance_few(params: Params, shared: PyTree, carry: tuple, steps: tuple) -> tuple[tuple, dict[str, PyTree]]:
-        """Take state and tangent through a few steps; returns what the gradient needs of each of them."""
-        cell_state, tangent, remembered, square_norm, ahead, offset = carry
-        inputs, reset, right, known = steps
-        fresh = init(params)
-        count = len(right)
-        here = None
-        if known is not None:  # the projections of these steps alone, and their products among themselves
-            here = [jax.lax.dynamic_slice_in_dim(leaf, offset, count, axis=1) for leaf in ahead]
-            inside = [jax.lax.dynamic_slice_in_dim(leaf, offset, count, axis=2) for leaf in known.v_v]
-            steps = (inputs, reset, right, _Known(inside, known.square))
+    model: Model
+    cut: Cut
+    groups: Groups
+    rescaling: Rescaling
+    draw: Callable[..., Shaped]
+    init: Callable[[Params], EstimatorState]
+    immediate: str
 
-        def step(carry: tuple, now: tuple) -> tuple[tuple, dict[str, PyTree]]:
-            cell_state, tangent, remembered, square_norm, here = carry
-            t, (x, reset, right, known) = now
-            cell_state = restart(reset, fresh.cell, cell_state)
-            tangent = restart(reset, fresh.memory.tangent, tangent)
-            remembered = restart(reset, fresh.memory.rescaling, remembered)
-            square_norm = restart(reset, fresh.memory.square_norm, square_norm)
-            here = restart(reset, jax.tree.map(jnp.zeros_like, here), here)
+    def algorithm(self) -> Algorithm:
+        """As `streamgrad.engine.estimator` takes it."""
+        return Algorithm(self.init, self.run, self.total)
 
-            at = linearise(cut, params.cell, cell_state, x)
-            propagated = jax.vmap(at.propagate)(tangent)
-            pushed = jax.vmap(at.push)(groups.split(right))
-            a = jax.tree.leaves(at.features)
-            cross, terms = square_norm, Terms(square_norm, square_norm, square_norm, square_norm)
-            if known is not None:  # else the rescaling does not look at them
-                cross, pulled = _cross_and_pulled(groups, here, t, known, a)
-                terms = Terms(jnp.sum(propagated**2, axis=1), square_norm, jnp.sum(pushed**2, axis=1), pulled)
-            past, present, remembered = rescaling.coefficients(shared.alpha, remembered, terms)
-            tangent = past.tangent[:, None] * propagated + present.tangent[:, None] * pushed
-            kept = {
-                "state": at.state,
-                "tangent": tangent if immediate == "estimated" else propagated,
-                "features": a,
-                # As one array, since everything that is kept costs a write of its own at every step.
-                "scales": jnp.stack([past.tangent, present.tangent]),
-            }
-            if known is not None:
-                here = _look_ahead(groups, here, known.v_v, a, past.cotangent, present.cotangent)
-                square_norm = next_square_norm(terms, past.cotangent, present.cotangent, cross)
-            if immediate == "exact":
-                kept["before"] = cell_state
-            return (at.state, tangent, remembered, square_norm, here), kept
+    def run(self, params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
+        """A chunk of one stream."""
+        length = leading_length(chunk, "time")
+        noise = self.draw(state.shared, key, length, real_dtype(params.cell))
+        (cell_state, memory), kept = in_blocks(
+            lambda carry, steps: self._block(params, state.shared.alpha, carry, steps),
+            (state.cell, state.memory),
+            (chunk.inputs, chunk.reset, noise),
+            length,
+            block_length(length, noise.left.shape[1]) if self.rescaling.uses_norms else length,
+        )
+        loss, head_grads, dl_dstate = self.model.read_out_chunk(params.head, kept["state"], chunk.targets)
+        k = jnp.einsum("tgs,ts->tg", kept["tangent"], dl_dstate)
+        past, present = _cotangent_scales(kept["scales"], chunk.reset)
+        weight, sums = _reach_back(k, past, self.immediate)
+        left = noise.left * (present * sums)[:, self.groups.index]
+        if self.immediate == "exact":
+            left = left + _immediate(self.cut, params.cell, kept["before"], chunk.inputs, dl_dstate)
+        features = jax.tree.unflatten(jax.tree.structure(params.cell), kept["features"])
+        factors = Factors(weight, state.memory.cotangent, Outer(like_params(params.cell, left), features))
+        info = Info(loss, {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]})
+        seen = Seen(jax.vmap(lambda state: ravel_pytree(state)[0])(kept["state"]), dl_dstate)
+        return Outcome((factors, head_grads), EstimatorState(cell_state, memory, state.shared), info, seen)
 
-        begin = (cell_state, tangent, remembered, square_norm, here)
-        end, kept = jax.lax.scan(step, begin, (jnp.arange(count), steps), unroll=UNROLL)
-        if known is not None:
-            sigma, c = _left_at_the_end(*_cotangent_scales(kept["scales"], reset))
-            ahead = _look_further_ahead(groups, ahead, known.v_v, kept["features"], sigma, c)
-        return (*end[:4], ahead, offset + count), kept
+    def total(self, summands: tuple[Factors, PyTree]) -> Params:
+        """The gradient, summed over streams."""
+        factors, head_grads = summands
+        past = sum_blocks(factors.cotangent, [factors.weights[:, members] for members in self.groups.of_matrix()])
+        cell = jax.tree.map(jnp.add, past, sum_outer(factors.outer))
+        return Params(cell, sum_over_streams(head_grads))
 
-    def advance_block(params: Params, shared: PyTree, carry: tuple, steps: tuple) -> tuple[tuple, dict[str, PyTree]]:
+    def _block(self, params: Params, alpha: PyTree, carry: tuple, steps: tuple) -> tuple[tuple, dict[str, PyTree]]:
         """Take state, tangent and cotangent through a block."""
         cell_state, memory = carry
         inputs, reset, noise = steps
         ahead, known, few = None, None, len(noise.left)
-        if rescaling.uses_norms:
-            ahead, known = _known_ahead(groups, noise.left, memory.cotangent)
+        if self.rescaling.uses_norms:
+            ahead, known = _known_ahead(self.groups, noise.left, memory.cotangent)
             few = min(few, FEW)
         begin = (cell_state, memory.tangent, memory.rescaling, memory.square_norm, ahead, jnp.zeros((), jnp.int32))
         end, kept = in_blocks(
-            lambda carry, steps: advance_few(params, shared, carry, steps),
+            lambda carry, steps: self._few(params, alpha, carry, steps),
             begin,
             (inputs, reset, noise.right, known),
             len(noise.left),
@@ -155,44 +138,63 @@ def factored(
         )
         cell_state, tangent, remembered = end[:3]
         sigma, c = _left_at_the_end(*_cotangent_scales(kept["scales"], reset))
-        cotangent = _write(groups, memory.cotangent, sigma, c, noise.left, kept["features"])
-        # The norm is taken anew from what is written, so that its rounding errors do not outlive the block.
-        new = memory._replace(
-            tangent=tangent, cotangent=cotangent, square_norm=groups.square_norms(cotangent), rescaling=remembered
-        )
+        cotangent = _write(self.groups, memory.cotangent, sigma, c, noise.left, kept["features"])
+        # The norm is that of what is written: its rounding errors do not outlive the block.
+        square_norm = self.groups.square_norms(cotangent)
+        new = memory._replace(tangent=tangent, cotangent=cotangent, square_norm=square_norm, rescaling=remembered)
         return (cell_state, new), kept
 
-    def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
-        length = leading_length(chunk, "time")
-        noise = draw(state.shared, key, length, real_dtype(params.cell))
-        size = block_length(length, noise.left.shape[1]) if rescaling.uses_norms else length
-        (cell_state, memory), kept = in_blocks(
-            lambda carry, steps: advance_block(params, state.shared, carry, steps),
-            (state.cell, state.memory),
-            (chunk.inputs, chunk.reset, noise),
-            length,
-            size,
-        )
-        loss, head_grads, dl_dstate = model.read_out_chunk(params.head, kept["state"], chunk.targets)
-        k = jnp.einsum("tgs,ts->tg", kept["tangent"], dl_dstate)
-        past, present = _cotangent_scales(kept["scales"], chunk.reset)
-        weight, sums = _reach_back(k, past, immediate)
-        left = noise.left * (present * sums)[:, groups.index]
-        if immediate == "exact":
-            left = left + _immediate(cut, params.cell, kept["before"], chunk.inputs, dl_dstate)
-        features = jax.tree.unflatten(jax.tree.structure(params.cell), kept["features"])
-        factors = Factors(weight, state.memory.cotangent, Outer(like_params(params.cell, left), features))
-        info = Info(loss, {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]})
-        seen = Seen(jax.vmap(lambda state: ravel_pytree(state)[0])(kept["state"]), dl_dstate)
-        return Outcome((factors, head_grads), EstimatorState(cell_state, memory, state.shared), info, seen)
+    def _few(self, params: Params, alpha: PyTree, carry: tuple, steps: tuple) -> tuple[tuple, dict[str, PyTree]]:
+        """Take state and tangent through a few steps; returns what the gradient needs of each of them."""
+        *begin, ahead, offset = carry
+        inputs, reset, right, known = steps
+        count, here = len(right), None
+        if known is not None:  # the projections of these steps alone, and their products among themselves
+            here = [jax.lax.dynamic_slice_in_dim(leaf, offset, count, axis=1) for leaf in ahead]
+            inside = [jax.lax.dynamic_slice_in_dim(leaf, offset, count, axis=2) for leaf in known.v_v]
+            steps = (inputs, reset, right, _Known(inside, known.square))
+        step = functools.partial(self._step, params, self.init(params), alpha)
+        end, kept = jax.lax.scan(step, (*begin, here), (jnp.arange(count), steps), unroll=UNROLL)
+        if known is not None:
+            sigma, c = _left_at_the_end(*_cotangent_scales(kept["scales"], reset))
+            ahead = _look_further_ahead(self.groups, ahead, known.v_v, kept["features"], sigma, c)
+        return (*end[:4], ahead, offset + count), kept
 
-    def total(summands: tuple[Factors, PyTree]) -> Params:
-        factors, head_grads = summands
-        past = sum_blocks(factors.cotangent, [factors.weights[:, members] for members in groups.of_matrix()])
-        cell = jax.tree.map(jnp.add, past, sum_outer(factors.outer))
-        return Params(cell, sum_over_streams(head_grads))
+    def _step(
+        self, params: Params, fresh: EstimatorState, alpha: PyTree, carry: tuple, now: tuple
+    ) -> tuple[tuple, dict[str, PyTree]]:
+        """One step: the recursion of h̃, with ‖w̃‖ followed in place of w̃."""
+        cell_state, tangent, remembered, square_norm, here = carry
+        t, (x, reset, right, known) = now
+        cell_state = restart(reset, fresh.cell, cell_state)
+        tangent = restart(reset, fresh.memory.tangent, tangent)
+        remembered = restart(reset, fresh.memory.rescaling, remembered)
+        square_norm = restart(reset, fresh.memory.square_norm, square_norm)
+        here = restart(reset, jax.tree.map(jnp.zeros_like, here), here)
 
-    return Algorithm(init, run, total)
+        at = linearise(self.cut, params.cell, cell_state, x)
+        propagated = jax.vmap(at.propagate)(tangent)
+        pushed = jax.vmap(at.push)(self.groups.split(right))
+        a = jax.tree.leaves(at.features)
+        cross, terms = square_norm, Terms(square_norm, square_norm, square_norm, square_norm)
+        if known is not None:  # else the rescaling does not look at them
+            cross, pulled = _cross_and_pulled(self.groups, here, t, known, a)
+            terms = Terms(jnp.sum(propagated**2, axis=1), square_norm, jnp.sum(pushed**2, axis=1), pulled)
+        past, present, remembered = self.rescaling.coefficients(alpha, remembered, terms)
+        tangent = past.tangent[:, None] * propagated + present.tangent[:, None] * pushed
+        kept = {
+            "state": at.state,
+            "tangent": tangent if self.immediate == "estimated" else propagated,
+            "features": a,
+            # As one array, since everything that is kept costs a write of its own at every step.
+            "scales": jnp.stack([past.tangent, present.tangent]),
+        }
+        if known is not None:
+            here = _look_ahead(self.groups, here, known.v_v, a, past.cotangent, present.cotangent)
+            square_norm = next_square_norm(terms, past.cotangent, present.cotangent, cross)
+        if self.immediate == "exact":
+            kept["before"] = cell_state
+        return (at.state, tangent, remembered, square_norm, here), kept
 
 
 class _Known(NamedTuple):
@@ -229,7 +231,7 @@ def _cross_and_pulled(
     cross = jnp.zeros(groups.count, features[0].dtype)
     pulled = cross
     for members, projections, square, a in zip(groups.of_matrix(), ahead, known.square, features, strict=True):
-        # As sums: a product of two vectors for each stream is a call of its own, dearer than its arithmetic.
+        # As sums: a product of two vectors for each stream is a call of its own, which costs more than its arithmetic.
         here = jnp.sum(jax.lax.dynamic_index_in_dim(projections, t, 1, keepdims=False) * a[None], axis=1)
         square = square * jnp.sum(a**2)
         if groups.count == len(members):

@@ -166,25 +166,12 @@ def reinforce(
             average, subtracted = _average(average, loss, chunk.reset, decay)
         by_step = baseline == "average" and positions is None  # each step's score has its own b
 
-        # Σ_t k_t w̄_t = Σ_s (Σ_{t>=s} k_t) ∇ log p(h̄_s | h̄_{s-1}), sums within episodes: each step's score is needed
-        # once, with a weight, and one reverse pass over all steps at once adds them up. `alive` are the steps that the
-        # score at the end still counts.
-        last = jnp.zeros(length, loss.dtype).at[-1].set(1)
-        columns = jnp.stack([loss if by_step else loss - subtracted, last, jnp.ones_like(loss)], axis=1)
-        (credit, alive, count), (old_credit, old_alive, old_count) = _sum_ahead(columns, chunk.reset)
-        weights = [credit - count * subtracted, alive, alive * subtracted] if by_step else [credit, alive]
-        pulled = _scores(model, params, before, chunk.inputs, jnp.stack(weights)[:, :, None] * left[None])
+        def pull(weights: list[Array]) -> PyTree:
+            return _scores(model, params, before, chunk.inputs, jnp.stack(weights)[:, :, None] * left[None])
 
-        def add(k: int, weight: Array, old: PyTree) -> PyTree:
-            """The k-th of what was pulled, and a score of before the chunk with its weight."""
-            return jax.tree.map(lambda new, before: new[k] + weight * before, pulled, old)
-
-        score, cell_grads = add(1, old_alive, memory.score), add(0, old_credit, memory.score)
-        if average is not None and by_step:
-            cell_grads = jax.tree.map(lambda a, b: a - old_count * b, cell_grads, memory.average.score)
-            average = average._replace(score=add(2, old_alive, memory.average.score))
-        new = EstimatorState(end[0], ReinforceMemory(score, end[1], average), shared)
-        return Outcome(Params(cell_grads, head_grads), new, Info(loss, {"baseline": subtracted}))
+        cell_grads, new = _reinforced(memory._replace(average=average), loss, subtracted, chunk.reset, by_step, pull)
+        state = EstimatorState(end[0], new._replace(twin=end[1]), shared)
+        return Outcome(Params(cell_grads, head_grads), state, Info(loss, {"baseline": subtracted}))
 
     def check(chunk: Chunk, length: int, key: Any) -> None:
         del chunk, length
@@ -193,13 +180,55 @@ def reinforce(
     return estimator(model, Algorithm(init, run, check=check))
 
 
+def _reinforced(
+    memory: ReinforceMemory,
+    loss: Float[Array, " T"],
+    subtracted: Float[Array, " T"],
+    reset: Bool[Array, " T"] | None,
+    by_step: bool,
+    pull: Callable[[list[Array]], PyTree],
+) -> tuple[PyTree, ReinforceMemory]:
+    """Σ_t (L_t - b_t) w̄_t, and the scores after the chunk.
+
+        Σ_t k_t w̄_t = Σ_s (Σ_{t>=s} k_t) ∇ log p(h̄_s | h̄_{s-1}),    sums within episodes
+
+    Each step's score is needed once, with a weight, and one reverse pass over all steps at once adds them up.
+
+    Args:
+      memory: before the chunk, with the average after it.
+      loss: L_t.
+      subtracted: b_t, or with `by_step` the b of each step's own score.
+      reset: where episodes begin.
+      by_step: see above.
+      pull: `pull(weights)`, the sums of the scores of all steps with each of these weights.
+
+    Returns:
+      The gradient, and the memory.
+    """
+    last = jnp.zeros_like(loss).at[-1].set(1)
+    columns = jnp.stack([loss if by_step else loss - subtracted, last, jnp.ones_like(loss)], axis=1)
+    # `alive` are the steps that the score at the end still counts.
+    (credit, alive, count), (old_credit, old_alive, old_count) = _sum_ahead(columns, reset)
+    pulled = pull([credit - count * subtracted, alive, alive * subtracted] if by_step else [credit, alive])
+
+    def add(k: int, weight: Array, old: PyTree) -> PyTree:
+        """The k-th of what was pulled, and a score of before the chunk with its weight."""
+        return jax.tree.map(lambda new, before: new[k] + weight * before, pulled, old)
+
+    score, grads, average = add(1, old_alive, memory.score), add(0, old_credit, memory.score), memory.average
+    if average is not None and by_step:
+        grads = jax.tree.map(lambda a, b: a - old_count * b, grads, average.score)
+        average = average._replace(score=add(2, old_alive, average.score))
+    return grads, memory._replace(score=score, average=average)
+
+
 def _walk(
     model: Model, params: Params, states: tuple[PyTree, PyTree], chunk: Chunk, kicks: Float[Array, "T S"]
 ) -> tuple[tuple[PyTree, PyTree], PyTree, tuple[PyTree, PyTree]]:
     """Run the noisy network, and its twin where there is one.
 
     Returns:
-      Both states at the end; h̄_{t-1}, anew where an episode begins; and both states after every step.
+      Both states at the end; h̄_{t-1}, fresh where an episode begins; and both states after every step.
     """
     fresh = model.init_state(params)
     unravel = ravel_pytree(fresh)[1]

@@ -10,7 +10,7 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Cut, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, find_cut
 from streamgrad.engine.estimator import Algorithm, Noisy, estimator
-from streamgrad.engine.factored import factored
+from streamgrad.engine.factored import Factored
 from streamgrad.engine.stepwise import stepwise
 from streamgrad.noise.groups import Groups, make_groups
 from streamgrad.noise.rescale import Rescaling, Terms, find_rescaling
@@ -100,7 +100,8 @@ def uoro(
         influence = rank_one(layout, vertex, source, rescaling, partition, q0, immediate)
         algorithm = stepwise(model, influence)
         if form == "auto" and cut == "preactivation" and not rescaling.uses_loss and partition.even:
-            algorithm = factored(model, vertex, partition, rescaling, influence.draw, algorithm.init, immediate)
+            parts = (model, vertex, partition, rescaling, influence.draw, algorithm.init, immediate)
+            algorithm = Factored(*parts).algorithm()
         return algorithm._replace(check=noise_check(source, rescaling))
 
     free = cut == "preactivation" and q0 is None and rescaling.name == "gir"

@@ -129,7 +129,7 @@ def greedy(decay: float = 0.9) -> Rescaling:
 
     Fractions do not change when γ rescales h̃, so that the average does not lag behind. The estimate is unbiased, since
     the coefficients of a step depend on its own noise through squares alone. As long as the loss has seen nothing they
-    are those of GIR. A reset begins the averages anew.
+    are those of GIR. A reset starts the averages again.
 
     Args:
       decay: in [0, 1); 0 takes each step's squares as they are.

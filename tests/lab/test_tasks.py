@@ -166,7 +166,7 @@ def test_the_curriculum_averages_the_loss_of_recalled_symbols():
     np.testing.assert_allclose(state.average, 0.9 * np.log(2) + 0.1 * 0.2)
     state, row = task.observe(state._replace(average=jnp.array(0.3)), chunk, sg.Info(jnp.array([[7.0, 0.2]]), {}))
     assert (int(row["copy_length"]), int(state.level)) == (2, 2)
-    np.testing.assert_allclose(state.average, np.log(2))  # begins anew
+    np.testing.assert_allclose(state.average, np.log(2))  # starts again
     blank = chunk._replace(targets=jnp.full_like(chunk.targets, 2))
     assert task.observe(state, blank, sg.Info(jnp.zeros((1, 2)), {}))[0] == state
 

@@ -11,7 +11,7 @@ import scipy.optimize
 import streamgrad as sg
 from tests import tools
 
-# Matrices are padded to one of these, as every size would be compiled anew; zero rows and columns play no part.
+# Matrices are padded to one of these, as every size would be compiled; zero rows and columns play no part.
 PADDED = (8, 24, 64)
 solve = jax.jit(jax.vmap(lambda c: sg.variance.optimal_alpha(c, max_iterations=50)))
 
