@@ -42,7 +42,7 @@ def relative(got, want) -> float:
 def terms():
     """x_t = Q^T b^(t) and Y_t = Q^{-1} S^(t) J of Section 6.4: the estimate is Σ_t x_t^T u u^T Y_t."""
     model, params, chunk, ep, alpha, q0 = network()
-    b = textbook.gradients(model, params, chunk, "preactivation", LENGTH, SIZE)
+    b = textbook.gradients(model, params, chunk, "preactivation")
     jac = textbook.jacobians(model, params, chunk, "preactivation")
     flat, q, j, s = textbook.stacked(b, jac, alpha, q0, ep.episode)
     return [q.T @ row for row in flat], [np.linalg.inv(q) @ one @ j for one in s]
