@@ -56,6 +56,7 @@ class Outcome(NamedTuple):
     state: EstimatorState
     info: Info
     seen: Seen | None = None
+    outputs: Array | None = None
 
 
 def sum_over_streams(summands: PyTree) -> PyTree:
@@ -83,6 +84,8 @@ class Algorithm(NamedTuple):
         at shapes and dtypes alone, and is called once for each.
       learn: `learn(params, state before, outcome, chunk) -> shared`, for what the streams share and learn from each
         chunk. Called once for all of them: everything has a leading axis for streams but `shared`.
+      batch: `run` for all streams at once, one key each, where that is more than mapping `run` over them. What it has
+        summed over streams already has a leading axis of one.
     """
 
     init: Callable[[Params], EstimatorState]
@@ -90,6 +93,7 @@ class Algorithm(NamedTuple):
     total: Callable[[PyTree], Params] = sum_over_streams
     check: Callable[[Chunk, int, Any], None] = lambda *_: None
     learn: Callable[[Params, EstimatorState, Outcome, Chunk], PyTree] | None = None
+    batch: Callable[[Params, EstimatorState, Chunk, Any], Outcome] | None = None
 
 
 class Noisy(NamedTuple):
@@ -137,12 +141,8 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
 
     @jax.jit
     def compiled_streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
-        def one(state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Outcome, PyTree]:
-            outcome = algorithm.run(params, state, chunk, key)
-            return outcome._replace(state=outcome.state._replace(shared=None)), outcome.state.shared
-
-        outcome, shared = jax.vmap(one, in_axes=(STREAMS, 0, 0), out_axes=(0, None))(state, chunk, keys)
-        new = outcome.state._replace(shared=shared)
+        outcome = (algorithm.batch or in_parallel(algorithm.run))(params, state, chunk, keys)
+        new = outcome.state
         if algorithm.learn is not None:
             new = new._replace(shared=algorithm.learn(params, state, outcome._replace(state=new), chunk))
         grads = jax.tree.map(lambda leaf: leaf / len(outcome.info.loss), algorithm.total(outcome.summands))
@@ -176,6 +176,20 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
         return compiled_streams(params, state, chunk, keys)
 
     return Engine(checked_init, update, model, streams, noisy)
+
+
+def in_parallel(run: Callable[..., Outcome]) -> Callable[[Params, EstimatorState, Chunk, Any], Outcome]:
+    """`run` for many streams, each by itself."""
+
+    def batch(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Outcome:
+        def one(state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Outcome, PyTree]:
+            outcome = run(params, state, chunk, key)
+            return outcome._replace(state=outcome.state._replace(shared=None)), outcome.state.shared
+
+        outcome, shared = jax.vmap(one, in_axes=(STREAMS, 0, 0), out_axes=(0, None))(state, chunk, keys)
+        return outcome._replace(state=outcome.state._replace(shared=shared))
+
+    return batch
 
 
 def _checks(model: Model, algorithm: Algorithm) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:

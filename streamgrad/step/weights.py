@@ -123,3 +123,48 @@ def project_blocks(left: list[Array], weights: PyTree) -> list[Array]:
     return [
         v @ w.reshape(v.shape[0], v.shape[2], w.shape[1]) for v, w in zip(left, jax.tree.leaves(weights), strict=True)
     ]
+
+
+def steps_as_large_as_weights(params: PyTree, vectors: int) -> int:
+    """How many steps a reverse pass of so many vectors may keep before that takes more memory than M itself.
+
+    A step's are a number for each vector and preactivation; M has one for each vector and weight.
+    """
+    weights, rows = sum(leaf.size for leaf in jax.tree.leaves(params)), sum(rows_of(params))
+    return max(weights // rows, LARGE // (vectors * rows), 1)
+
+
+# Below so many numbers a sum of matrices is made at once: a loop over parts of it would only cost time.
+LARGE = 1 << 16
+
+
+def add_pulled(matrices: PyTree, pulled: PyTree) -> PyTree:
+    """M + what a reverse pass has pulled back to the parameters, for b streams and S vectors each.
+
+    Args:
+      matrices: leaves `[b, S, *shape]`.
+      pulled: the same; or in factors, `left[K, b, S, rows]` and `right[K, b, A]` of each weight matrix, whose product
+        over the K steps is added.
+
+    Returns:
+      The sum. Of a large one a few rows after the other, so that the product is never there as a whole.
+    """
+    if not isinstance(pulled, Outer):
+        return jax.tree.map(jnp.add, matrices, pulled)
+
+    def add(matrix: Array, left: Float[Array, "K b S rows"], right: Float[Array, "K b A"]) -> Array:
+        size = matrix.shape[1]
+        parts = max(n for n in range(1, 9) if size % n == 0) if matrix.size > LARGE else 1
+        if parts == 1:
+            return matrix + jnp.einsum("kbsn,kba->bsna", left, right)
+
+        def some(i: Array, matrix: Array) -> Array:
+            at = i * (size // parts)
+            few = jax.lax.dynamic_slice_in_dim(left, at, size // parts, axis=2)
+            new = jax.lax.dynamic_slice_in_dim(matrix, at, size // parts, axis=1)
+            new = new + jnp.einsum("kbsn,kba->bsna", few, right)
+            return jax.lax.dynamic_update_slice_in_dim(matrix, new, at, axis=1)
+
+        return jax.lax.fori_loop(0, parts, some, matrix)
+
+    return jax.tree.map(add, matrices, pulled.left, pulled.right)
