@@ -50,6 +50,12 @@ def check_size(least: int = 1, **sizes: Any) -> None:
             raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}.")
 
 
+def check_at_most(name: str, value: int, most: int, what: str) -> None:
+    """`value` is at most `most`, which is `what`."""
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, {what}, not {value}.")
+
+
 def check_decay(decay: Any) -> None:
     """`decay`, of an exponential average, is a number of at least 0 and below 1."""
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:

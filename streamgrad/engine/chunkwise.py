@@ -53,7 +53,7 @@ class Across(NamedTuple):
       older: `older(shared, memory, dl_dstart[b, S]) -> (grads, shared)`, the mean of (dL_chunk/dh_0) M_0 over b
         streams, and what they share afterwards.
       tangents: `tangents(memory) -> [r, S]`, what the forward pass takes along; None for nothing.
-      draw: `draw(key, dtype) -> noise`, a chunk's noise.
+      draw: `draw(key, length, dtype) -> noise`, for a chunk of so many steps.
       shared: `shared(params) -> shared`, what all streams have in common.
       block: `block(params) -> K`: longer chunks are walked through in blocks of at most so many steps, each a chunk of
         its own, which bounds memory and changes nothing where M is exact. None for chunks as they come.
@@ -64,7 +64,7 @@ class Across(NamedTuple):
     advance: Callable[[PyTree, PyTree, PyTree, Crossing], tuple[PyTree, dict[str, Array]]]
     older: Callable[[PyTree, PyTree, Float[Array, "b S"]], tuple[PyTree, PyTree]]
     tangents: Callable[[PyTree], Float[Array, "r S"]] | None = None
-    draw: Callable[[Any, Any], PyTree] = lambda key, dtype: None
+    draw: Callable[[Any, int, Any], PyTree] = lambda key, length, dtype: None
     shared: Callable[[PyTree], PyTree] = lambda params: ()
     block: Callable[[PyTree], int] | None = None
 
@@ -115,7 +115,8 @@ def chunkwise(
         watched = leading(state.memory, streams)
         dtype = real_dtype(params.cell)
         few = jax.tree.map(lambda leaf: leaf[:watched], keys)
-        noise = jax.vmap(lambda key: across.draw(key, dtype), axis_size=watched)(few)
+        length = jax.tree.leaves(chunk.inputs)[0].shape[1]
+        noise = jax.vmap(lambda key: across.draw(key, length, dtype), axis_size=watched)(few)
         unravel = ravel_pytree(model.init_state(params))[1]
         start = jax.vmap(lambda cell: ravel_pytree(cell)[0])(state.cell)
         by_time = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), chunk)
@@ -132,8 +133,8 @@ def chunkwise(
             return (walk.end, memory, shared, grads), (walk.losses, walk.states, diagnostics)
 
         carry = (start, state.memory, state.shared, jax.tree.map(jnp.zeros_like, params))
-        length = across.block(params.cell) if across.block else None
-        carry, (losses, states, diagnostics) = _in_blocks(stretch, carry, by_time, length)
+        block = across.block(params.cell) if across.block else length
+        carry, (losses, states, diagnostics) = _in_blocks(stretch, carry, by_time, block)
         end, memory, shared, grads = carry
         outputs = jax.vmap(jax.vmap(lambda vector: model.cell.output(unravel(vector))), in_axes=1)(states)
         return Outcome(
@@ -278,12 +279,11 @@ def _backward(
 SPLIT = (slice(0, 1), slice(1, None))
 
 
-def _in_blocks(stretch: Callable, carry: tuple, chunk: Chunk, length: int | None) -> tuple[tuple, tuple]:
+def _in_blocks(stretch: Callable, carry: tuple, chunk: Chunk, length: int) -> tuple[tuple, tuple]:
     """Walk through a chunk in blocks of at most `length` steps; diagnostics are those of the last."""
     steps = jax.tree.leaves(chunk.inputs)[0].shape[0]
-    if length is None or steps <= length:
-        carry, result = stretch(carry, chunk)
-        return carry, result
+    if steps <= length:
+        return stretch(carry, chunk)
     count = -(-steps // length)
     length = -(-steps // count)  # of about the same size
     whole = steps - steps % length

@@ -2,6 +2,7 @@
 
 from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.nobacktrack import nobacktrack
+from streamgrad.estimators.ok import ok
 from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.registry import REGISTRY, Row, find_estimator, markdown_table
 from streamgrad.estimators.reinforce import reinforce
@@ -17,6 +18,7 @@ __all__ = [
     "find_estimator",
     "markdown_table",
     "nobacktrack",
+    "ok",
     "preuoro",
     "reinforce",
     "rtrl",

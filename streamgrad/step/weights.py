@@ -81,6 +81,12 @@ def sum_outer(factors: Outer) -> PyTree:
     return jax.tree.map(lambda left, right: jnp.einsum("btn,bta->na", left, right), factors.left, factors.right)
 
 
+def zero_terms(params: PyTree, rank: int, state_size: int) -> tuple[PyTree, PyTree]:
+    """Zeros for sums of `rank` Kronecker products, of each weight matrix: `[rank, S, rows]` and `[rank, A]`."""
+    left = jax.tree.map(lambda w: jnp.zeros((rank, state_size, w.shape[0]), w.dtype), params)
+    return left, jax.tree.map(lambda w: jnp.zeros((rank, w.shape[1]), w.dtype), params)
+
+
 def add_outer(weights: PyTree, left: list[Array], features: list[Array]) -> PyTree:
     """W + Σ_t left_t features_t^T, for each weight matrix; `[T, rows]` and `[T, A]`."""
     leaves, structure = jax.tree.flatten(weights)

@@ -1,0 +1,109 @@
+"""Optimal Kronecker sums: the influence across chunks as a sum of a few Kronecker products."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from streamgrad._typing import Array, Float, PyTree
+from streamgrad.base import Chunk, GradientEstimator, Model, real_dtype
+from streamgrad.checks import check_at_most, check_size, find_cut
+from streamgrad.engine.chunkwise import Across, Crossing, chunkwise
+from streamgrad.engine.estimator import estimator
+from streamgrad.noise.reduction import reduce, signs_needed
+from streamgrad.noise.sources import Noise, find_noise
+from streamgrad.step import cuts
+from streamgrad.step.weights import Outer, sum_outer, zero_terms
+
+
+class OkMemory(NamedTuple):
+    """The estimate dh/dW ≈ Σ_i C_i ⊗ ã_i of every weight matrix W; in the structure of the parameters.
+
+    Attributes:
+      left: C_i, leaves `[rank, S, rows]`.
+      right: ã_i, leaves `[rank, A]`.
+    """
+
+    left: PyTree
+    right: PyTree
+
+
+def ok(model: Model, rank: int = 8, noise: str | Noise = "rademacher") -> GradientEstimator:
+    """The influence across chunks as a sum of `rank` Kronecker products, reduced once per chunk without bias.
+
+        dL_chunk/dW = backpropagation inside the chunk + Σ_i (dL_chunk/dh_0 C_i) ã_i^T
+        dh_K/dW     = Σ_i (Φ C_i) ⊗ ã_i + Σ_s G_s ⊗ a_s  ≈  Σ_i C'_i ⊗ ã'_i
+
+    The first line of dh_K/dW is exact, and has K terms more than there is room for. The largest in the sense of
+    singular values are kept, and the rest is mixed with random signs (`streamgrad.noise.reduction`): the mean is
+    right, and the noise is close to the least that so many terms allow. Each weight matrix has a sum of its own.
+
+    Args:
+      model: the model whose gradients are estimated; its cell must have the cut "preactivation".
+      rank: how many terms, at most as many as the state has units.
+      noise: "rademacher", or "given" (the caller passes the signs in place of the key).
+
+    Returns:
+      The estimator. Memory is rank (S N + A). Time per step is S P beyond that of BPTT.
+      `batched(ok(model), 16, watched=4)` takes the influence of 4 of 16 streams alone.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> model = sg.Model(sg.cells.gru(2, 4), sg.heads.softmax(3))
+      >>> params = model.init(jax.random.key(0))
+      >>> est = sg.ok(model, rank=2)
+      >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
+      >>> grads, state, info = est.update(params, est.init(params), chunk, jax.random.key(1))
+      >>> state.memory.left["gates"].shape, state.memory.right["gates"].shape
+      ((2, 4, 8), (2, 7))
+
+    References:
+      Benzing, Gauy, Mujika, Martinsson and Steger, Optimal Kronecker-sum approximation of real time recurrent learning,
+      2019.
+    """
+    vertex = find_cut(model, "preactivation")
+    source = find_noise(noise)
+    layout = cuts.layout(model.cell, vertex)
+    check_size(rank=rank)
+    check_at_most("rank", rank, layout.state_size, "the number of state units")
+    if source.name == "gaussian":
+        raise ValueError("ok mixes with random signs: noise must be 'rademacher' or 'given', not 'gaussian'.")
+
+    def init(params: PyTree, state: PyTree) -> OkMemory:
+        del state
+        return OkMemory(*zero_terms(params, rank, layout.state_size))
+
+    def draw(key: Any, length: int, dtype: Any) -> Float[Array, "M n"]:
+        return source.draw(key, (len(layout.rows), signs_needed(length, rank)), dtype)
+
+    def asks(memory: OkMemory, noise: Array) -> Float[Array, "S S"]:
+        del noise
+        return jnp.eye(layout.state_size, dtype=real_dtype(memory))
+
+    def older(shared: PyTree, memory: OkMemory, dl_dstart: Float[Array, "b S"]) -> tuple[PyTree, PyTree]:
+        mean = dl_dstart / len(dl_dstart)
+        left = jax.tree.map(lambda leaf: jnp.einsum("bs,brsn->brn", mean, leaf), memory.left)
+        return sum_outer(Outer(left, memory.right)), shared
+
+    def one(memory: OkMemory, signs: Array, back: Array, pulled: Outer) -> OkMemory:
+        leaves = [jax.tree.leaves(tree) for tree in (memory.left, memory.right, pulled.left, pulled.right)]
+        structure = jax.tree.structure(memory.right)
+        found = []
+        for c, a, new_c, new_a, own in zip(*leaves, signs, strict=True):
+            moved = jnp.einsum("st,rtn->rsn", back, c).reshape(rank, -1)
+            left, right = reduce((moved, a), (new_c.reshape(len(new_c), -1), new_a), own)
+            found.append((left.reshape(c.shape), right))
+        left, right = zip(*found, strict=True)
+        return OkMemory(jax.tree.unflatten(structure, left), jax.tree.unflatten(structure, right))
+
+    def advance(
+        shared: PyTree, memory: OkMemory, noise: Array, crossing: Crossing
+    ) -> tuple[OkMemory, dict[str, Array]]:
+        del shared
+        return jax.vmap(one, in_axes=(0, 0, 0, 1))(memory, noise, crossing.back, crossing.pulled), {}
+
+    def check(chunk: Chunk, length: int, key: Any) -> None:
+        del chunk, length
+        source.check(key)
+
+    return estimator(model, chunkwise(model, Across(init, asks, advance, older, draw=draw), check))
