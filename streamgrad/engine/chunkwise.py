@@ -34,11 +34,13 @@ class Crossing(NamedTuple):
       pulled: v Σ_s G_s J_s for each of them. At preactivations in factors, `left[K, b, R, rows]` and `right[K, b, A]` of
         each weight matrix, time first as the reverse pass writes them; for any other cell leaves `[b, R, *shape]`.
       tangents: Φ h̃ for each tangent that was sent along, or None.
+      reset: whether an episode has begun inside the chunk, or None where none can have; then Φ is zero.
     """
 
     back: Float[Array, "b R S"]
     pulled: PyTree
     tangents: Float[Array, "b r S"] | None
+    reset: Bool[Array, " b"] | None
 
 
 class Across(NamedTuple):
@@ -177,7 +179,8 @@ def _walk(
     losses, head, dl_dstate = _read_out(model, params, unravel, states, chunk)
     asks = jax.vmap(across.asks)(memory, noise)
     cotangents, pulled, inside = _backward(maps, kept, features, params.cell, dl_dstate, asks, chunk.reset)
-    return Walk(end, states, losses, head, inside, cotangents[0], Crossing(cotangents[1], pulled, moved))
+    reset = None if chunk.reset is None else jnp.any(chunk.reset[:, : len(asks)], axis=0)
+    return Walk(end, states, losses, head, inside, cotangents[0], Crossing(cotangents[1], pulled, moved, reset))
 
 
 def _forward(

@@ -1,5 +1,6 @@
 """Unbiased online recurrent optimisation, generalised: any cut, noise, rescaling, Q_0 and number of groups."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,10 +9,11 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Cut, GradientEstimator, Influence, Model, real_dtype
-from streamgrad.checks import check_choice, find_cut
+from streamgrad.checks import check_choice, check_model, find_cut
 from streamgrad.engine.estimator import Algorithm, Noisy, estimator
 from streamgrad.engine.factored import Factored
 from streamgrad.engine.stepwise import stepwise
+from streamgrad.estimators.uoro_across import uoro_across
 from streamgrad.noise.groups import Groups, make_groups
 from streamgrad.noise.rescale import Rescaling, Terms, find_rescaling
 from streamgrad.noise.settings import NoiseSettings
@@ -46,12 +48,18 @@ def uoro(
     q0: Any = None,
     immediate: str = "estimated",
     form: str = "auto",
+    inside: str = "estimated",
+    blocks: int = 1,
+    shrink: float | str = 1,
 ) -> GradientEstimator:
     """Unbiased online recurrent optimisation: dh_t/dθ as a rank-one product of two vectors (Section 5).
 
         h̃_t = γ_t (dh_t/dh_{t-1}) h̃_{t-1} + β_t (dh_t/dz_t) Q_0 u_t
         w̃_t = w̃_{t-1} / γ_t              + J_t^T Q_0^{-T} u_t / β_t
         dL_t/dθ ≈ (dL_t/dh_t · h̃_t) w̃_t
+
+    With `inside="backprop"` only what lies before the chunk is estimated (`streamgrad.estimators.uoro_across`): inside it
+    backpropagation is exact, and noise is on the state, once per chunk. It is less noisy by far, and costs no more.
 
     Args:
       model: the model whose gradients are estimated.
@@ -67,9 +75,16 @@ def uoro(
         estimates the past alone.
       form: how it is computed, not what: "auto" touches the cotangent once per chunk where it can (at preactivations,
         with groups of the same size in each weight matrix), "plain" at every step, as the equations stand.
+      inside: what of the chunk itself is estimated: "estimated", all, as in the paper, or "backprop", nothing. With
+        "backprop" the noise is on the state: `cut`, `groups`, `q0`, `immediate` and `form` keep their defaults, and an α
+        given as `rescale` has an entry for each chunk of an episode.
+      blocks: R, with `inside="backprop"`: the state's units are dealt out to R blocks with a product h̃ w̃^T each. Variance
+        falls about R-fold, memory and time grow with R.
+      shrink: λ, with `inside="backprop"`: the weight of what lies before the chunk. 1 is unbiased, 0 is truncated BPTT,
+        "auto" estimates from the spread over streams what minimises the squared error. Below 1 it is biased.
 
     Returns:
-      The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`. `streamgrad.with_noise` changes q0 and α in its
+      The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`, or `[1, R]` for the whole chunk. `streamgrad.with_noise` changes q0 and α in its
       state, and `streamgrad.carried` chooses them from what past windows have shown.
 
     Example:
@@ -86,9 +101,17 @@ def uoro(
       Tallec and Ollivier, Unbiased online recurrent optimization, 2018.
       Cooijmans and Martens, On the variance of unbiased online recurrent optimization, 2019.
     """
-    vertex = find_cut(model, cut)
+    check_model(model)
     source = find_noise(noise)
     rescaling = find_rescaling(rescale)
+    check_choice("inside", inside, ("estimated", "backprop"))
+    if inside == "backprop":
+        _check_across(rescaling, cut=cut, groups=groups, q0=q0, immediate=immediate, form=form)
+        algorithm = uoro_across(model, source, rescaling, blocks, shrink)
+        return estimator(model, algorithm._replace(check=noise_check(source, rescaling, chunks=True)))
+    if blocks != 1 or shrink != 1:
+        raise ValueError("blocks and shrink are for what lies before the chunk: they need inside='backprop'.")
+    vertex = find_cut(model, cut)
     check_choice("immediate", immediate, ("estimated", "exact"))
     check_choice("form", form, ("auto", "plain"))
     layout = cuts.layout(model.cell, vertex)
@@ -181,11 +204,26 @@ def rank_one(
     return Influence(cut, init, advance, contract, draw, shared)
 
 
-def noise_check(source: Noise, rescaling: Rescaling) -> Callable[[Chunk, int, Any], None]:
-    """The check of an algorithm: the key is one for this noise, and a given α reaches to the end of an episode."""
+def _check_across(rescaling: Rescaling, **options: Any) -> None:
+    """What `inside="backprop"` has no use for has its default."""
+    usual = inspect.signature(uoro).parameters
+    for name, value in options.items():
+        if value is not usual[name].default and not (isinstance(value, str | int) and value == usual[name].default):
+            raise ValueError(f"with inside='backprop' noise is on the state, once per chunk: leave {name} as it is.")
+    if rescaling.uses_loss:
+        raise ValueError("with inside='backprop' the losses are never estimated: rescale='greedy' cannot look at them.")
+
+
+def noise_check(source: Noise, rescaling: Rescaling, chunks: bool = False) -> Callable[[Chunk, int, Any], None]:
+    """The check of an algorithm: the key is one for this noise, and a given α reaches to the end of an episode.
+
+    With `chunks`, α has an entry for each chunk, of which there may be any number.
+    """
 
     def check(chunk: Chunk, length: int, key: Any) -> None:
         source.check(key)
+        if chunks:
+            return
         if rescaling.length is not None and chunk.reset is None and length > rescaling.length:
             raise ValueError(f"alpha has {rescaling.length} entries, but the chunk has {length} steps and no reset.")
 

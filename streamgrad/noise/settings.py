@@ -12,6 +12,18 @@ from streamgrad.noise.rescale import check_alpha
 from streamgrad.noise.shaping import Shaping, check_q0, shaping
 
 
+class Shrinkage(NamedTuple):
+    """What is known of the mean correction c̄ over streams, of what lies before the chunk; running averages.
+
+    Attributes:
+      signal: ‖E c̄‖², estimated as ‖c̄‖² less the variance that the spread over the streams shows.
+      square: ‖c̄‖².
+    """
+
+    signal: Array
+    square: Array
+
+
 class NoiseSettings(NamedTuple):
     """The shared state of a noisy estimator; None where it has no such thing.
 
@@ -20,12 +32,14 @@ class NoiseSettings(NamedTuple):
       alpha: α for each position and group, `[T, G]`.
       sigma: σ of REINFORCE.
       updates: how many updates there have been, where σ follows a schedule.
+      shrinkage: what `shrink="auto"` of `uoro` has learnt.
     """
 
     shaping: Shaping | None = None
     alpha: Array | None = None
     sigma: Array | None = None
     updates: Array | None = None
+    shrinkage: Shrinkage | None = None
 
 
 def with_noise(state: EstimatorState, q0: Any = None, alpha: Any = None, sigma: Any = None) -> EstimatorState:

@@ -5,6 +5,7 @@ the other in the order of the leaves, are the N entries of the ravelled z. A gra
 products of a vector over rows and one over features, which is kept in these factors until it can be summed at once.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -174,3 +175,31 @@ def add_pulled(matrices: PyTree, pulled: PyTree) -> PyTree:
         return jax.lax.fori_loop(0, parts, some, matrix)
 
     return jax.tree.map(add, matrices, pulled.left, pulled.right)
+
+
+def write_pulled(pulled: PyTree) -> PyTree:
+    """What a reverse pass has pulled back to the parameters, leaves `[b, R, *shape]`; factors are multiplied."""
+    if not isinstance(pulled, Outer):
+        return pulled
+    return jax.tree.map(lambda left, right: jnp.einsum("kbrn,kba->brna", left, right), pulled.left, pulled.right)
+
+
+def zero_each(params: PyTree, count: int) -> PyTree:
+    """`count` times the parameters, in zeros."""
+    return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), params)
+
+
+def scale_each(weights: PyTree, by: Float[Array, "b R"]) -> PyTree:
+    """Leaves `[b, R, *shape]`, each of the b R multiplied by its own number."""
+    return jax.tree.map(lambda leaf: by.reshape(*by.shape, *(1,) * (leaf.ndim - 2)) * leaf, weights)
+
+
+def square_norms_each(weights: PyTree) -> Float[Array, "b R"]:
+    """The squared norm of each of b R times the parameters, `[b, R, *shape]`."""
+    squares = [jnp.sum(leaf.reshape(*leaf.shape[:2], -1) ** 2, axis=2) for leaf in jax.tree.leaves(weights)]
+    return functools.reduce(jnp.add, squares)
+
+
+def sum_scaled(weights: PyTree, by: Float[Array, "b R"]) -> PyTree:
+    """Σ of b R times the parameters, `[b, R, *shape]`, each multiplied by its own number."""
+    return jax.tree.map(lambda leaf: jnp.tensordot(by, leaf, axes=2), weights)
