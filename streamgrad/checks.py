@@ -6,6 +6,7 @@ them raise ValueError.
 """
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -235,20 +236,50 @@ def check_chunk(model: Model, chunk: Any) -> int:
     return length
 
 
-def check_batch(state: Any, chunk: Any, batch_size: int) -> None:
-    """The chunk, and all of the state but what is shared, have a leading axis for so many streams."""
+def check_fits(state: EstimatorState, streams: int = 1, memories: int = 1) -> None:
+    """A state of these shapes fits into the memory of the device that is used by default, as far as that is known."""
+
+    def size(tree: PyTree) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if _has_bytes(leaf))
+
+    needed, there = streams * size(state.cell) + memories * size(state.memory), _device_memory()
+    if there is not None and needed > there:
+        of = "" if streams == 1 else f" of {streams} streams, {memories} of them with a memory of their past,"
+        raise ValueError(
+            f"the state{of} would take {needed / 2**30:,.1f} GiB, but the device has {there / 2**30:,.1f} GiB: use a "
+            "smaller network, fewer streams or an estimator that remembers less."
+        )
+
+
+def _has_bytes(leaf: Any) -> bool:
+    return not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def _device_memory() -> int | None:
+    """Bytes of memory of the device that is used by default; None where it does not say."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        names = getattr(os, "sysconf_names", {})
+        if "SC_PHYS_PAGES" not in names:
+            return None
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def check_batch(state: Any, chunk: Any, batch_size: int, memories: int) -> None:
+    """The chunk and the cell's state have a leading axis for so many streams, the memory one for so many of them."""
     if not isinstance(chunk, Chunk):
         raise ValueError(f"chunk must be a streamgrad.Chunk, not {_kind(chunk)}.")
     size = leading_length(chunk, "the batch")
     if size != batch_size:
         raise ValueError(f"the chunk has {size} streams, but the estimator was made for {batch_size}.")
     check_state(state)
-    for part in ("cell", "memory"):
+    for part, count in (("cell", batch_size), ("memory", memories)):
         tree = getattr(state, part)
         for index, leaf in enumerate(jax.tree.leaves(tree)):
-            if np.shape(leaf)[:1] != (batch_size,):
+            if np.shape(leaf)[:1] != (count,):
                 raise ValueError(
-                    f"state must be that of {batch_size} streams, but state.{part}{_paths(tree)[index]} has the shape "
+                    f"state must be that of {count} streams, but state.{part}{_paths(tree)[index]} has the shape "
                     f"{np.shape(leaf)}: pass what this estimator's own init(params) returned."
                 )
 

@@ -12,6 +12,7 @@ from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import (
     check_chunk,
+    check_fits,
     check_model,
     check_own_state,
     check_params,
@@ -119,11 +120,13 @@ class Engine(GradientEstimator):
       model: the model whose gradients are estimated.
       streams: `update` for a batch of streams with one key each.
       noisy: None where there is no noise to choose, or it has been chosen.
+      watchable: whether `streams` takes a memory of fewer streams than there are.
     """
 
     model: Model
     streams: Callable[[Params, EstimatorState, Chunk, Any], Result]
     noisy: Noisy | None = None
+    watchable: bool = False
 
 
 def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) -> Engine:
@@ -163,6 +166,7 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
 
     def checked_init(params: Params) -> EstimatorState:
         check_init(params)
+        check_fits(jax.eval_shape(algorithm.init, params))
         return algorithm.init(params)
 
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
@@ -175,7 +179,7 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
         check_values(model, chunk)
         return compiled_streams(params, state, chunk, keys)
 
-    return Engine(checked_init, update, model, streams, noisy)
+    return Engine(checked_init, update, model, streams, noisy, algorithm.batch is not None)
 
 
 def in_parallel(run: Callable[..., Outcome]) -> Callable[[Params, EstimatorState, Chunk, Any], Outcome]:

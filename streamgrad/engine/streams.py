@@ -6,19 +6,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from streamgrad._typing import Array
+from streamgrad._typing import PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
-from streamgrad.checks import check_batch, check_estimator, check_size, once_per_shape
+from streamgrad.checks import check_at_most, check_batch, check_estimator, check_fits, check_size, once_per_shape
 from streamgrad.engine.estimator import STREAMS, Engine, Result
 from streamgrad.keys import one_key_per_stream
 
 
-def batched(est: GradientEstimator, batch_size: int) -> GradientEstimator:
+def batched(est: GradientEstimator, batch_size: int, watched: int | None = None) -> GradientEstimator:
     """Run an estimator on many streams at once: the mean of their gradients, each with its own noise.
 
     Args:
       est: an estimator for one stream.
       batch_size: B, the number of streams.
+      watched: for estimators that backpropagate inside the chunk (`rtrl`, `ok`, `uoro(inside="backprop")`): credit for
+        what lies before it comes from the first so many streams alone, and stands for all of them. Streams are
+        exchangeable, so that the mean stays right, and time and memory of the influence fall by B / watched; but the
+        older credit is averaged over fewer streams. None for all.
 
     Returns:
       The same record. `state` and `chunk` gain a leading batch axis (`inputs[B, T, ...]`), and so does `info`; what
@@ -36,23 +40,36 @@ def batched(est: GradientEstimator, batch_size: int) -> GradientEstimator:
     """
     check_estimator(est)
     check_size(batch_size=batch_size)
+    if watched is not None:
+        _check_watched(est, batch_size, watched)
+    memories = watched or batch_size
     run = est.streams if isinstance(est, Engine) else _mean_of_streams(est)
 
     def init(params: Params) -> EstimatorState:
+        check_fits(jax.eval_shape(est.init, params), batch_size, memories)
         one = est.init(params)
 
-        def repeat(leaf: Array) -> Array:
-            return jnp.repeat(leaf[None], batch_size, axis=0)
+        def repeat(tree: PyTree, count: int) -> PyTree:
+            return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], count, axis=0), tree)
 
-        return EstimatorState(jax.tree.map(repeat, one.cell), jax.tree.map(repeat, one.memory), one.shared)
+        return EstimatorState(repeat(one.cell, batch_size), repeat(one.memory, memories), one.shared)
 
-    check = once_per_shape(lambda state, chunk: check_batch(state, chunk, batch_size))
+    check = once_per_shape(lambda state, chunk: check_batch(state, chunk, batch_size, memories))
 
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
         check(state, chunk)
         return run(params, state, chunk, one_key_per_stream(key, batch_size))
 
     return GradientEstimator(init, update)
+
+
+def _check_watched(est: GradientEstimator, batch_size: int, watched: Any) -> None:
+    check_size(watched=watched)
+    check_at_most("watched", watched, batch_size, "the number of streams")
+    if not isinstance(est, Engine) or not est.watchable:
+        raise ValueError(
+            "watched is for estimators that backpropagate inside the chunk: rtrl, ok and uoro(inside='backprop')."
+        )
 
 
 def _mean_of_streams(est: GradientEstimator) -> Callable[[Params, EstimatorState, Chunk, Any], Result]:
