@@ -10,6 +10,7 @@ entry is in which group is a `partition`.
 """
 
 from streamgrad.noise.shaping import diagonal_q0
+from streamgrad.theory.chunks import across_variance, collect_chunks
 from streamgrad.theory.covariance import covariance
 from streamgrad.theory.empirical import Empirical, empirical
 from streamgrad.theory.episode import Episode, collect
@@ -35,9 +36,11 @@ __all__ = [
     "Joint",
     "Solution",
     "TraceProduct",
+    "across_variance",
     "b_matrix",
     "c_matrix",
     "collect",
+    "collect_chunks",
     "covariance",
     "diagonal_q0",
     "draw_b_noise",
