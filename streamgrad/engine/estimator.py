@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from streamgrad._typing import Array, Bool, Float, PyTree
+from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import (
     check_chunk,
     check_model,
     check_own_state,
     check_params,
-    check_same_state,
     check_state,
     check_values,
     once_per_shape,
@@ -23,6 +22,8 @@ from streamgrad.checks import (
 )
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling
+from streamgrad.trees import restart as restart
+from streamgrad.trees import same_dtype as same_dtype
 
 Result = tuple[Params, EstimatorState, Info]
 
@@ -203,19 +204,6 @@ def _checks(model: Model, algorithm: Algorithm) -> tuple[Callable[..., None], Ca
     return lambda params: check_params(expected, params), once_per_shape(one_stream), once_per_shape(many_streams)
 
 
-def restart(reset: Bool[Array, ""] | None, fresh: PyTree, current: PyTree) -> PyTree:
-    """`fresh` where an episode begins, `current` where it goes on."""
-    if reset is None:
-        return current
-    return jax.tree.map(lambda new, old: jnp.where(reset, new, old), fresh, current)
-
-
 def transition(model: Model, params: Params, state: PyTree, x: PyTree) -> PyTree:
     """h_t = F(h_{t-1}, x_t; θ) in the dtype of the state."""
     return same_dtype(model.cell.step(params.cell, state, x), state)
-
-
-def same_dtype(new: PyTree, state: PyTree) -> PyTree:
-    """A new state in the dtypes of the old; says so where the cell has changed its structure or shapes."""
-    check_same_state(state, new)
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)
