@@ -17,6 +17,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.keys import check_key
+from streamgrad.targets import Weighted, step_loss
 
 CUT_NAMES = ("state", "params", "preactivation")
 
@@ -35,18 +36,29 @@ class Chunk(NamedTuple):
       inputs: x_t, a pytree of `[T, ...]`.
       targets: what the head compares its prediction with, a pytree of `[T, ...]`.
       reset: where true, the step begins an episode: state, tangent and cotangent start again *before* it.
+      weight: of the loss at each step, any real numbers; None weighs all alike, by 1. Where it is 0 the step does not
+        count, and its target may be anything, such as NaN or a class of -1. The network still reads its input.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> model = sg.Model(sg.cells.gru(2, 4), sg.heads.softmax(3))
+      >>> params, est = model.init(jax.random.key(0)), sg.rtrl(model)
+      >>> padded = sg.Chunk(jnp.ones((4, 2)), jnp.array([0, 2, -1, -1]), weight=jnp.array([1.0, 0.5, 0.0, 0.0]))
+      >>> est.update(params, est.init(params), padded, None)[2].loss[2:].tolist()
+      [0.0, 0.0]
     """
 
     inputs: PyTree
     targets: PyTree
     reset: Bool[Array, " T"] | None = None
+    weight: Float[Array, " T"] | None = None
 
 
 class Info(NamedTuple):
     """What an update tells about itself, and the next one does not need.
 
     Attributes:
-      loss: L_t, one per step.
+      loss: L_t, one per step, times its weight: what is differentiated is their sum.
       diagnostics: by name, arrays with time as leading axis, such as UORO's `gamma` and `beta`.
     """
 
@@ -180,6 +192,28 @@ class Model:
         dtype = real_dtype(params.cell)
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), self.cell.init_state())
 
+    def loss(self, head_params: PyTree, output: Float[Array, " width"], target: PyTree) -> Array:
+        """The loss at one step, whatever its target carries; everything in the library asks this one.
+
+            w_t L_t = w_t loss(head_params, y_t, target_t)
+
+        Args:
+          head_params: the head's parameters.
+          output: y_t, the cell's output.
+          target: what the head compares with; out of a chunk with weights, together with its weight.
+
+        Returns:
+          One number.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, streamgrad as sg
+          >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.squared_error(1))
+          >>> head = {"w": jnp.zeros((1, 3)), "b": jnp.zeros(1)}
+          >>> float(model.loss(head, jnp.ones(3), jnp.array([2.0])))
+          2.0
+        """
+        return step_loss(self.head.loss, head_params, output, target)
+
     def read_out(
         self, head_params: PyTree, state: PyTree, target: PyTree
     ) -> tuple[Float[Array, ""], PyTree, Float[Array, " S"]]:
@@ -196,7 +230,7 @@ class Model:
         vector, unravel = ravel_pytree(state)
 
         def loss(head_params: PyTree, vector: Array) -> Array:
-            value = self.head.loss(head_params, self.cell.output(unravel(vector)), target)
+            value = self.loss(head_params, self.cell.output(unravel(vector)), target)
             return jnp.asarray(value, vector.dtype)
 
         value, (head_grads, dl_dstate) = jax.value_and_grad(loss, argnums=(0, 1))(head_params, vector)
@@ -211,7 +245,7 @@ class Model:
 
         def total(head_params: PyTree, vectors: Array) -> tuple[Array, Array]:
             def loss(vector: Array, target: PyTree) -> Array:
-                return self.head.loss(head_params, self.cell.output(unravel(vector)), target)
+                return self.loss(head_params, self.cell.output(unravel(vector)), target)
 
             losses = jax.vmap(loss)(vectors, targets).astype(vectors.dtype)
             return jnp.sum(losses), losses
@@ -244,6 +278,13 @@ class Influence(NamedTuple):
     draw: Callable[..., PyTree] = lambda shared, key, length, dtype: None
     shared: Callable[[PyTree], PyTree] = lambda params: ()
     total: Callable[[PyTree], PyTree] | None = None
+
+
+def fold_weight(chunk: Chunk) -> Chunk:
+    """The chunk with its weights among the targets, where `Model.loss` finds them."""
+    if chunk.weight is None:
+        return chunk
+    return chunk._replace(targets=Weighted(chunk.targets, chunk.weight), weight=None)
 
 
 def real_dtype(tree: PyTree) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from streamgrad._typing import PyTree
 from streamgrad.base import CUT_NAMES, Cell, Chunk, Cut, EstimatorState, GradientEstimator, Model, Params
 from streamgrad.keys import check_key as check_key
-from streamgrad.trees import check_inputs, check_like, check_real, common_length, kind_of, on_host, paths_of
+from streamgrad.trees import check_inputs, check_like, check_real, common_length, is_real, kind_of, on_host, paths_of
 from streamgrad.trees import check_same_state as check_same_state
 from streamgrad.trees import is_traced as is_traced
 from streamgrad.trees import once_per_shape as once_per_shape
@@ -171,6 +171,9 @@ def check_chunk(model: Model, chunk: Any) -> int:
         raise ValueError(f"chunk must be a streamgrad.Chunk, not {kind_of(chunk)}.")
     length = leading_length(chunk, "time")
     check_inputs(model.cell.example_input, chunk.inputs, chunk.reset)
+    weight = chunk.weight
+    if weight is not None and (np.shape(weight) != (length,) or not is_real(weight.dtype)):
+        raise ValueError(f"weight must be one real number per step, float[{length}], not {kind_of(weight)}.")
     model.head.check_target(one_step(chunk.targets))
     check_values(model, chunk)
     return length
@@ -197,12 +200,21 @@ def check_batch(state: Any, chunk: Any, batch_size: int) -> None:
 def check_values(model: Model, chunk: Chunk) -> None:
     """The numbers of a chunk are ones that the cell and the head can take, as far as they can be read at no cost.
 
-    Elsewhere, as on an accelerator, a class out of range makes the loss NaN.
+    Elsewhere, as on an accelerator, a class out of range makes the loss NaN. Where the weight is 0 the target may be
+    anything.
     """
-    for tree, check in ((chunk.inputs, model.cell.check_values), (chunk.targets, model.head.check_values)):
-        values = on_host(tree)
-        if values is not None:
-            check(values)
+    inputs, targets, weight = on_host(chunk.inputs), on_host(chunk.targets), on_host(chunk.weight)
+    if inputs is not None:
+        model.cell.check_values(inputs)
+    if weight is not None and not np.all(np.isfinite(weight)):
+        raise ValueError(f"weight must be finite, but one of them is {weight[~np.isfinite(weight)][0]}.")
+    if targets is None or (chunk.weight is not None and weight is None):
+        return
+    counts = None if weight is None else weight != 0
+    if counts is None or np.all(counts):
+        model.head.check_values(targets)
+    elif np.any(counts):
+        model.head.check_values(jax.tree.map(lambda leaf: leaf[counts], targets))
 
 
 def leading_length(chunk: Chunk, axis: str) -> int:

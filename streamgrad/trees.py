@@ -91,8 +91,8 @@ def common_length(parts: Mapping[str, PyTree], axis: str) -> int:
 def check_inputs(example: PyTree | None, inputs: PyTree, reset: Any) -> int:
     """Inputs and resets of some steps are ones for a cell with that `example_input`; returns how many steps."""
     length = common_length({"inputs": inputs, "reset": reset}, "time")
-    if reset is not None and (reset.shape != (length,) or reset.dtype != bool):
-        raise ValueError(f"reset must be one bool per step, bool[{length}], not {reset.dtype}{list(reset.shape)}.")
+    if reset is not None and (np.shape(reset) != (length,) or reset.dtype != bool):
+        raise ValueError(f"reset must be one bool per step, bool[{length}], not {kind_of(reset)}.")
     if example is not None:
         check_like("one step of inputs", example, one_step(inputs), "the cell's input")
         for index, (want, got) in enumerate(zip(jax.tree.leaves(example), jax.tree.leaves(inputs), strict=True)):
@@ -141,6 +141,8 @@ def kind_of(value: Any) -> str:
     """What a value is, in a few words."""
     if value is None:
         return "None"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
     return f"the function {value.__name__}" if inspect.isfunction(value) else type(value).__name__
 
 

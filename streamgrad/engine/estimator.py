@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, fold_weight
 from streamgrad.checks import (
     check_chunk,
     check_model,
@@ -77,7 +77,8 @@ class Algorithm(NamedTuple):
 
     Attributes:
       init: as in `GradientEstimator`.
-      run: `run(params, state, chunk, key) -> Outcome`.
+      run: `run(params, state, chunk, key) -> Outcome`. Weights of the chunk are inside its targets: `Model.loss` finds
+        them there.
       total: makes the gradient, summed over streams, of the summands, stacked along a leading axis for streams. A sum
         of outer products, for one, is a single matrix product over all streams and steps.
       check: `check(chunk, length, key)`, raises ValueError for what this estimator in particular cannot take. It looks
@@ -139,7 +140,7 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
     @jax.jit
     def compiled_streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
         def one(state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Outcome, PyTree]:
-            outcome = algorithm.run(params, state, chunk, key)
+            outcome = algorithm.run(params, state, fold_weight(chunk), key)
             return outcome._replace(state=outcome.state._replace(shared=None)), outcome.state.shared
 
         outcome, shared = jax.vmap(one, in_axes=(STREAMS, 0, 0), out_axes=(0, None))(state, chunk, keys)
@@ -154,7 +155,7 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
         def as_stream(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: leaf[None], tree)
 
-        outcome = algorithm.run(params, state, chunk, key)
+        outcome = algorithm.run(params, state, fold_weight(chunk), key)
         new = outcome.state
         if algorithm.learn is not None:
             one, after = as_stream(outcome), as_stream(new)._replace(shared=new.shared)
