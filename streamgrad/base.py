@@ -1,13 +1,14 @@
 """The records that everything else is made of: small tuples of pure functions, in the manner of optax.
 
-Two levels. A training loop knows only `GradientEstimator(init, update)`. Under it, the forward-mode estimators are an
-`Influence(init, advance, contract)`: a representation of dh_t/dθ that one step of the network advances and that the
-gradient of a loss contracts. `streamgrad.online` turns the second into the first.
+Two levels. A training loop knows only `GradientEstimator(init, update)`, from `streamgrad.contract`. Under it, the
+forward-mode estimators are an `Influence(init, advance, contract)`: a representation of dh_t/dθ that one step of the
+network advances and that the gradient of a loss contracts. `streamgrad.online` turns the second into the first.
 
 All of it is written for one stream; `streamgrad.batched` adds the batch axis from outside.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,70 +17,17 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
+from streamgrad.contract import Chunk as Chunk
+from streamgrad.contract import EstimatorState as EstimatorState
+from streamgrad.contract import GradientEstimator as GradientEstimator
+from streamgrad.contract import Info as Info
+from streamgrad.contract import Params as Params
+from streamgrad.contract import fold_weight as fold_weight
 from streamgrad.keys import check_key
+from streamgrad.targets import step_loss
+from streamgrad.trees import check_inputs, check_like, check_real, kind_of, on_host, once_per_shape, restart, same_dtype
 
 CUT_NAMES = ("state", "params", "preactivation")
-
-
-class Params(NamedTuple):
-    """Parameters of a model: `cell` (θ, the recurrent ones) and `head` (those of the read-out)."""
-
-    cell: PyTree
-    head: PyTree
-
-
-class Chunk(NamedTuple):
-    """A stretch of a stream; every leaf has time, at least one step of it, as its leading axis.
-
-    Attributes:
-      inputs: x_t, a pytree of `[T, ...]`.
-      targets: what the head compares its prediction with, a pytree of `[T, ...]`.
-      reset: where true, the step begins an episode: state, tangent and cotangent start again *before* it.
-    """
-
-    inputs: PyTree
-    targets: PyTree
-    reset: Bool[Array, " T"] | None = None
-
-
-class Info(NamedTuple):
-    """What an update tells about itself, and the next one does not need.
-
-    Attributes:
-      loss: L_t, one per step.
-      diagnostics: by name, arrays with time as leading axis, such as UORO's `gamma` and `beta`.
-    """
-
-    loss: Float[Array, " T"]
-    diagnostics: Mapping[str, Array]
-
-
-class EstimatorState(NamedTuple):
-    """What the next update needs.
-
-    Attributes:
-      cell: h_t, the whole recurrent state (for an LSTM: h and c).
-      memory: what the estimator remembers of the stream's past, such as UORO's tangent and cotangent.
-      shared: what all streams of a batch have in common, such as Q_0 and α. Without a batch axis under `batched`.
-    """
-
-    cell: PyTree
-    memory: PyTree
-    shared: PyTree
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class GradientEstimator:
-    """The whole contract with a training loop.
-
-    Attributes:
-      init: `init(params) -> state`, the state at the beginning of a stream.
-      update: `update(params, state, chunk, key) -> (grads, state, info)`. `grads` is like `params`: the gradient of
-        the chunk's loss, summed over time. `key` is always passed, and ignored by those that need none.
-    """
-
-    init: Callable[[Params], EstimatorState]
-    update: Callable[[Params, EstimatorState, Chunk, Any], tuple[Params, EstimatorState, Info]]
 
 
 class Cut(NamedTuple):
@@ -125,6 +73,10 @@ class Cell(NamedTuple):
     check_values: Callable[[PyTree], None] = lambda inputs: None
 
 
+def _no_prediction(params: PyTree, output: Array) -> PyTree:
+    raise ValueError("this head has no predict: give one to heads.from_function(init_params, loss, predict).")
+
+
 class Head(NamedTuple):
     """A read-out with its loss. Its own gradient is exact, by backpropagation.
 
@@ -133,12 +85,14 @@ class Head(NamedTuple):
       loss: `loss(params, output, target) -> scalar`, for one step.
       check_target: `check_target(target)`, raises ValueError where the shape or dtype of one target is wrong.
       check_values: `check_values(targets)`, the same for the numbers of a chunk's targets, as `Cell.check_values`.
+      predict: `predict(params, output)`, what the head makes of one output, such as probabilities.
     """
 
     init_params: Callable[[Array, int], PyTree]
     loss: Callable[[PyTree, Array, PyTree], Array]
     check_target: Callable[[PyTree], None] = lambda target: None
     check_values: Callable[[PyTree], None] = lambda targets: None
+    predict: Callable[[PyTree, Array], PyTree] = _no_prediction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +134,89 @@ class Model:
         dtype = real_dtype(params.cell)
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), self.cell.init_state())
 
+    def run(
+        self, params: Params, state: PyTree, inputs: PyTree, reset: Bool[Array, " T"] | None = None
+    ) -> tuple[Float[Array, "T width"], PyTree]:
+        """Run the network without gradients: h_t = F(h_{t-1}, x_t; θ), y_t = output(h_t).
+
+        Args:
+          params: the parameters.
+          state: h_0, such as `init_state(params)`, or the field `cell` of an estimator's state, to go on from there.
+          inputs: x_t, a pytree of `[T, ...]`.
+          reset: as in `Chunk`.
+
+        Returns:
+          y_t, which `head.predict` makes predictions of, and h_T. For one stream; `jax.vmap` it for many.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, streamgrad as sg
+          >>> model = sg.Model(sg.cells.gru(2, 4), sg.heads.softmax(3))
+          >>> params = model.init(jax.random.key(0))
+          >>> outputs, state = model.run(params, model.init_state(params), jnp.ones((5, 2)))
+          >>> jax.vmap(model.head.predict, in_axes=(None, 0))(params.head, outputs).shape
+          (5, 3)
+        """
+        self._check_run(params, state, inputs, reset)
+        values = on_host(inputs)
+        if values is not None:
+            self.cell.check_values(values)
+        return self._run(params, state, inputs, reset)
+
+    @functools.cached_property
+    def _check_run(self) -> Callable[..., None]:
+        def check(params: Any, state: PyTree, inputs: PyTree, reset: Any) -> None:
+            if not isinstance(params, Params):
+                raise ValueError(f"params must be what model.init(key) returns, not {kind_of(params)}.")
+            check_real("params.cell", params.cell)
+            expected = jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
+            check_like("params.cell", expected.cell, params.cell, "the model's own")
+            check_like("state", jax.eval_shape(self.cell.init_state), state, "the cell's own, model.init_state(params)")
+            check_real("state", state)
+            check_inputs(self.cell.example_input, inputs, reset)
+
+        return once_per_shape(check)
+
+    @functools.cached_property
+    def _run(self) -> Callable[..., tuple[Array, PyTree]]:
+        """`run`, compiled once for each shape."""
+
+        def run(params: Params, state: PyTree, inputs: PyTree, reset: Array | None) -> tuple[Array, PyTree]:
+            fresh, dtype = self.init_state(params), real_dtype(params.cell)
+
+            def step(state: PyTree, now: tuple) -> tuple[PyTree, Array]:
+                x, reset = now
+                state = restart(reset, fresh, state)
+                state = same_dtype(self.cell.step(params.cell, state, x), state)
+                return state, self.cell.output(state)
+
+            state = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), state)
+            state, outputs = jax.lax.scan(step, state, (inputs, reset))
+            return outputs, state
+
+        return jax.jit(run)
+
+    def loss(self, head_params: PyTree, output: Float[Array, " width"], target: PyTree) -> Array:
+        """The loss at one step, whatever its target carries; everything in the library asks this one.
+
+            w_t L_t = w_t loss(head_params, y_t, target_t)
+
+        Args:
+          head_params: the head's parameters.
+          output: y_t, the cell's output.
+          target: what the head compares with; out of a chunk with weights, together with its weight.
+
+        Returns:
+          One number.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, streamgrad as sg
+          >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.squared_error(1))
+          >>> head = {"w": jnp.zeros((1, 3)), "b": jnp.zeros(1)}
+          >>> float(model.loss(head, jnp.ones(3), jnp.array([2.0])))
+          2.0
+        """
+        return step_loss(self.head.loss, head_params, output, target)
+
     def read_out(
         self, head_params: PyTree, state: PyTree, target: PyTree
     ) -> tuple[Float[Array, ""], PyTree, Float[Array, " S"]]:
@@ -196,7 +233,7 @@ class Model:
         vector, unravel = ravel_pytree(state)
 
         def loss(head_params: PyTree, vector: Array) -> Array:
-            value = self.head.loss(head_params, self.cell.output(unravel(vector)), target)
+            value = self.loss(head_params, self.cell.output(unravel(vector)), target)
             return jnp.asarray(value, vector.dtype)
 
         value, (head_grads, dl_dstate) = jax.value_and_grad(loss, argnums=(0, 1))(head_params, vector)
@@ -211,7 +248,7 @@ class Model:
 
         def total(head_params: PyTree, vectors: Array) -> tuple[Array, Array]:
             def loss(vector: Array, target: PyTree) -> Array:
-                return self.head.loss(head_params, self.cell.output(unravel(vector)), target)
+                return self.loss(head_params, self.cell.output(unravel(vector)), target)
 
             losses = jax.vmap(loss)(vectors, targets).astype(vectors.dtype)
             return jnp.sum(losses), losses

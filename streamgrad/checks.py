@@ -13,28 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from streamgrad._typing import PyTree
 from streamgrad.base import CUT_NAMES, Cell, Chunk, Cut, EstimatorState, GradientEstimator, Model, Params
 from streamgrad.keys import check_key as check_key
-
-
-def once_per_shape(check: Callable[..., None]) -> Callable[..., None]:
-    """A check that looks at structures, shapes and dtypes alone, done once for each combination of them.
-
-    A training loop calls with the same ones again and again: what was right once is told by a look into a set.
-    """
-    passed = set()
-
-    def remembering(*arguments: Any) -> None:
-        leaves, structure = jax.tree.flatten(arguments)
-        shapes = tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
-        if (structure, shapes) not in passed:
-            check(*arguments)
-            passed.add((structure, shapes))
-
-    return remembering
+from streamgrad.trees import check_inputs, check_like, check_real, common_length, is_real, kind_of, on_host, paths_of
+from streamgrad.trees import check_same_state as check_same_state
+from streamgrad.trees import is_traced as is_traced
+from streamgrad.trees import once_per_shape as once_per_shape
+from streamgrad.trees import one_step as one_step
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -100,13 +87,13 @@ def check_model(model: Any) -> None:
     if isinstance(model, Cell):
         raise ValueError("model must be a streamgrad.Model, not a Cell: make it one with Model(cell, head).")
     if not isinstance(model, Model):
-        raise ValueError(f"model must be a streamgrad.Model(cell, head), not {_kind(model)}.")
+        raise ValueError(f"model must be a streamgrad.Model(cell, head), not {kind_of(model)}.")
 
 
 def check_estimator(est: Any) -> None:
     """`est` is a `GradientEstimator`."""
     if not isinstance(est, GradientEstimator):
-        raise ValueError(f"est must be an estimator, such as streamgrad.uoro(model) returns, not {_kind(est)}.")
+        raise ValueError(f"est must be an estimator, such as streamgrad.uoro(model) returns, not {kind_of(est)}.")
 
 
 def check_cell(step: Any, init_params: Any, init_state: Any, output: Any, first: str = "params") -> PyTree:
@@ -122,31 +109,17 @@ def check_cell(step: Any, init_params: Any, init_state: Any, output: Any, first:
     check_real("state", state)
     read = jax.eval_shape(output, state)
     if not hasattr(read, "shape") or len(read.shape) != 1:
-        got = f"shape {read.shape}" if hasattr(read, "shape") else _kind(read)
+        got = f"shape {read.shape}" if hasattr(read, "shape") else kind_of(read)
         raise ValueError(f"output must return one vector for the head to read, not {got}.")
     params = jax.eval_shape(init_params, jax.eval_shape(lambda: jax.random.key(0)))
     check_real("params", params)
     return params
 
 
-def check_real(name: str, tree: PyTree) -> None:
-    """Every leaf of `tree` is an array of real floating-point numbers, and there is at least one."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if not leaves:
-        raise ValueError(f"{name} has no arrays in it.")
-    for path, leaf in leaves:
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            kind = type(leaf).__name__ if dtype is None else dtype
-            raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} must be an array of real floating-point numbers, not {kind}."
-            )
-
-
 def check_params(expected: Params, params: Any) -> None:
     """`params` are real and have the structure and shapes of `expected`, the model's own; the cell's have one dtype."""
     if not isinstance(params, Params):
-        raise ValueError(f"params must be what model.init(key) returns, not {_kind(params)}.")
+        raise ValueError(f"params must be what model.init(key) returns, not {kind_of(params)}.")
     check_real("params.cell", params.cell)
     if jax.tree.leaves(params.head):
         check_real("params.head", params.head)
@@ -158,22 +131,10 @@ def check_params(expected: Params, params: Any) -> None:
         )
 
 
-def check_like(name: str, expected: PyTree, tree: PyTree, whose: str) -> None:
-    """`tree` has the structure and shapes of `expected`."""
-    wanted, structure = jax.tree.flatten(expected)
-    leaves, found = jax.tree.flatten(tree)
-    if structure != found:
-        raise ValueError(f"{name} must have the structure of {whose}: {_difference(name, expected, tree)}.")
-    for index, (want, got) in enumerate(zip(wanted, leaves, strict=True)):
-        if want.shape != np.shape(got):
-            where = f"{name}{_paths(tree)[index]}"
-            raise ValueError(f"{where} must have the shape of {whose}, {want.shape}, but its shape is {np.shape(got)}.")
-
-
 def check_state(state: Any) -> None:
     """`state` is an estimator's."""
     if not isinstance(state, EstimatorState):
-        raise ValueError(f"state must be what init(params) returns, not {_kind(state)}.")
+        raise ValueError(f"state must be what init(params) returns, not {kind_of(state)}.")
 
 
 def check_own_state(expected: EstimatorState, state: EstimatorState) -> None:
@@ -187,23 +148,18 @@ def check_own_state(expected: EstimatorState, state: EstimatorState) -> None:
         if not isinstance(own, jax.ShapeDtypeStruct) and type(own) is not type(found):
             raise ValueError(
                 f"state must be what this estimator's own init(params) returns, but its {part} is of type "
-                f"{_kind(found)}, and this estimator's is of type {_kind(own)}."
+                f"{kind_of(found)}, and this estimator's is of type {kind_of(own)}."
             )
     check_like("state.memory", expected.memory, state.memory, "what this estimator's own init(params) returns")
     wanted, leaves = jax.tree.leaves((expected.cell, expected.memory)), jax.tree.leaves((state.cell, state.memory))
     for index, (want, got) in enumerate(zip(wanted, leaves, strict=True)):
         # As JAX will read it: without 64 bits an array of numpy in float64 is one of float32.
         if want.dtype != getattr(got, "dtype", None) and want.dtype != jnp.result_type(got):
-            where = _paths(EstimatorState(state.cell, state.memory, ()))[index]
+            where = paths_of(EstimatorState(state.cell, state.memory, ()))[index]
             raise ValueError(
                 f"state{where} is {jnp.result_type(got)}, but for these params it must be {want.dtype}: "
                 "cast one of them, or begin with init(params)."
             )
-
-
-def check_same_state(old: PyTree, new: PyTree) -> None:
-    """A cell's step returns a state like the one that it was given; known only once it is traced."""
-    check_like("the state that the cell's step returns", old, new, "the state it was given")
 
 
 def find_cut(model: Model, name: Any) -> Cut:
@@ -219,18 +175,12 @@ def find_cut(model: Model, name: Any) -> Cut:
 def check_chunk(model: Model, chunk: Any) -> int:
     """The chunk is a `Chunk` that the model can read; returns its number of steps."""
     if not isinstance(chunk, Chunk):
-        raise ValueError(f"chunk must be a streamgrad.Chunk, not {_kind(chunk)}.")
+        raise ValueError(f"chunk must be a streamgrad.Chunk, not {kind_of(chunk)}.")
     length = leading_length(chunk, "time")
-    reset = chunk.reset
-    if reset is not None and (reset.shape != (length,) or reset.dtype != bool):
-        raise ValueError(f"reset must be one bool per step, bool[{length}], not {reset.dtype}{list(reset.shape)}.")
-    example = model.cell.example_input
-    if example is not None:
-        check_like("one step of inputs", example, one_step(chunk.inputs), "the cell's input")
-        for index, (want, got) in enumerate(zip(jax.tree.leaves(example), jax.tree.leaves(chunk.inputs), strict=True)):
-            if _is_real(want.dtype) and not _is_real(got.dtype):
-                where = f"inputs{_paths(chunk.inputs)[index]}"
-                raise ValueError(f"{where} must be real numbers, as the cell's input is, not {got.dtype}.")
+    check_inputs(model.cell.example_input, chunk.inputs, chunk.reset)
+    weight = chunk.weight
+    if weight is not None and (np.shape(weight) != (length,) or not is_real(weight.dtype)):
+        raise ValueError(f"weight must be one real number per step, float[{length}], not {kind_of(weight)}.")
     model.head.check_target(one_step(chunk.targets))
     check_values(model, chunk)
     return length
@@ -269,7 +219,7 @@ def _device_memory() -> int | None:
 def check_batch(state: Any, chunk: Any, batch_size: int, memories: int) -> None:
     """The chunk and the cell's state have a leading axis for so many streams, the memory one for so many of them."""
     if not isinstance(chunk, Chunk):
-        raise ValueError(f"chunk must be a streamgrad.Chunk, not {_kind(chunk)}.")
+        raise ValueError(f"chunk must be a streamgrad.Chunk, not {kind_of(chunk)}.")
     size = leading_length(chunk, "the batch")
     if size != batch_size:
         raise ValueError(f"the chunk has {size} streams, but the estimator was made for {batch_size}.")
@@ -279,94 +229,31 @@ def check_batch(state: Any, chunk: Any, batch_size: int, memories: int) -> None:
         for index, leaf in enumerate(jax.tree.leaves(tree)):
             if np.shape(leaf)[:1] != (count,):
                 raise ValueError(
-                    f"state must be that of {count} streams, but state.{part}{_paths(tree)[index]} has the shape "
-                    f"{np.shape(leaf)}: pass what this estimator's own init(params) returned."
+                    f"state must be that of {count} streams, but state.{part}{paths_of(tree)[index]} has the "
+                    f"shape {np.shape(leaf)}: pass what this estimator's own init(params) returned."
                 )
 
 
 def check_values(model: Model, chunk: Chunk) -> None:
     """The numbers of a chunk are ones that the cell and the head can take, as far as they can be read at no cost.
 
-    Arrays of numpy are checked, and arrays of JAX that are on the CPU. Those on an accelerator are not, because reading
-    them would make the caller wait for it; nor are traced ones. There a class out of range makes the loss NaN.
+    Elsewhere, as on an accelerator, a class out of range makes the loss NaN. Where the weight is 0 the target may be
+    anything.
     """
-    for tree, check in ((chunk.inputs, model.cell.check_values), (chunk.targets, model.head.check_values)):
-        leaves, structure = jax.tree.flatten(tree)
-        if all(map(_on_host, leaves)):
-            check(jax.tree.unflatten(structure, [np.asarray(leaf) for leaf in leaves]))
-
-
-def _on_host(leaf: Any) -> bool:
-    if isinstance(leaf, np.ndarray):
-        return True
-    if not isinstance(leaf, jax.Array) or is_traced(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return False
-    return leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
+    inputs, targets, weight = on_host(chunk.inputs), on_host(chunk.targets), on_host(chunk.weight)
+    if inputs is not None:
+        model.cell.check_values(inputs)
+    if weight is not None and not np.all(np.isfinite(weight)):
+        raise ValueError(f"weight must be finite, but one of them is {weight[~np.isfinite(weight)][0]}.")
+    if targets is None or (chunk.weight is not None and weight is None):
+        return
+    counts = None if weight is None else weight != 0
+    if counts is None or np.all(counts):
+        model.head.check_values(targets)
+    elif np.any(counts):
+        model.head.check_values(jax.tree.map(lambda leaf: leaf[counts], targets))
 
 
 def leading_length(chunk: Chunk, axis: str) -> int:
     """The length of the leading axis that all leaves of a chunk agree on."""
-    lengths = {}
-    for part in ("inputs", "targets", "reset"):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(chunk, part)):
-            where = part + jax.tree_util.keystr(path)
-            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-                raise ValueError(f"{where} must be an array, not {_kind(leaf)}: numpy.asarray makes one of a list.")
-            if not any(jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.extended)):
-                raise ValueError(f"{where} must be an array of numbers, not of {leaf.dtype}.")
-            if not leaf.shape:
-                raise ValueError(f"{where} has no axis for {axis}.")
-            lengths[where] = leaf.shape[0]
-    if not any(where.startswith("inputs") for where in lengths):
-        raise ValueError("inputs has no arrays in it.")
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{where} {n}" for where, n in lengths.items())
-        raise ValueError(f"all leaves of a chunk must have the same length along {axis}, but they have: {listed}.")
-    length = next(iter(lengths.values()))
-    if length < 1:
-        raise ValueError("a chunk must have at least one step.")
-    return length
-
-
-def one_step(tree: PyTree) -> PyTree:
-    """Shapes and dtypes of a tree without its leading axis."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
-
-
-def is_traced(value: Any) -> bool:
-    """Whether `value` is an array whose numbers are not known yet, so that they cannot be checked."""
-    return isinstance(value, Tracer)
-
-
-def _is_real(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-
-
-def _kind(value: Any) -> str:
-    """What a value is, in a few words."""
-    if value is None:
-        return "None"
-    return f"the function {value.__name__}" if inspect.isfunction(value) else type(value).__name__
-
-
-def _paths(tree: PyTree) -> list[str]:
-    """Where each leaf of a tree is, as one would write it behind the tree's name."""
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _difference(name: str, expected: PyTree, tree: PyTree) -> str:
-    """What distinguishes the structure of `tree` from that of `expected`."""
-    wanted, found = _paths(expected), _paths(tree)
-    missing = _few([name + path for path in wanted if path not in found])
-    extra = _few([name + path for path in found if path not in wanted])
-    if not found:
-        return "it has no arrays"
-    if missing and extra:
-        return f"it has {extra} where {missing} should be"
-    if missing or extra:
-        return f"it lacks {missing}" if missing else f"it has {extra} besides"
-    return f"it is {jax.tree.structure(tree)} where {jax.tree.structure(expected)} should be"
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return common_length(chunk._asdict(), axis)

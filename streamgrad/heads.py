@@ -20,7 +20,7 @@ def softmax(n_classes: int) -> Head:
     Returns:
       A head whose targets are whole numbers from 0 to n_classes - 1, one per step. Any other number is an error where
       the targets are on the host; on an accelerator, and inside `jax.jit`, it makes the loss NaN, rather than silently
-      that of some other class.
+      that of some other class. It predicts the probability of every class, `[n_classes]`.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
@@ -28,6 +28,8 @@ def softmax(n_classes: int) -> Head:
       >>> zero = jax.tree.map(jnp.zeros_like, head.init_params(jax.random.key(0), 3))
       >>> round(float(head.loss(zero, jnp.ones(3), jnp.array(2))), 4)  # log 4
       1.3863
+      >>> head.predict(zero, jnp.ones(3)).tolist()
+      [0.25, 0.25, 0.25, 0.25]
     """
     check_size(least=2, n_classes=n_classes)
 
@@ -42,7 +44,10 @@ def softmax(n_classes: int) -> Head:
     def check_values(targets: np.ndarray) -> None:
         _check_range("softmax", targets, 0, n_classes - 1, f"classes, whole numbers from 0 to {n_classes - 1}")
 
-    return Head(lambda key, width: _init(key, n_classes, width), loss, check_target, check_values)
+    def predict(params: PyTree, output: Array) -> Float[Array, " n"]:
+        return jax.nn.softmax(_affine(params, output))
+
+    return Head(lambda key, width: _init(key, n_classes, width), loss, check_target, check_values, predict)
 
 
 def bernoulli(n: int) -> Head:
@@ -52,7 +57,8 @@ def bernoulli(n: int) -> Head:
       n: number of bits.
 
     Returns:
-      A head whose targets are vectors [n] of numbers between 0 and 1, or bools.
+      A head whose targets are vectors [n] of numbers between 0 and 1, or bools. It predicts the probability that a bit
+      is 1, `[n]`.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
@@ -60,6 +66,8 @@ def bernoulli(n: int) -> Head:
       >>> zero = jax.tree.map(jnp.zeros_like, head.init_params(jax.random.key(0), 3))
       >>> round(float(head.loss(zero, jnp.ones(3), jnp.array([0, 1]))), 4)  # 2 log 2
       1.3863
+      >>> head.predict(zero, jnp.ones(3)).tolist()
+      [0.5, 0.5]
     """
     check_size(n=n)
 
@@ -73,7 +81,10 @@ def bernoulli(n: int) -> Head:
     def check_values(targets: np.ndarray) -> None:
         _check_range("bernoulli", targets, 0, 1, "numbers between 0 and 1")
 
-    return Head(lambda key, width: _init(key, n, width), loss, check_target, check_values)
+    def predict(params: PyTree, output: Array) -> Float[Array, " n"]:
+        return jax.nn.sigmoid(_affine(params, output))
+
+    return Head(lambda key, width: _init(key, n, width), loss, check_target, check_values, predict)
 
 
 def squared_error(n: int) -> Head:
@@ -83,7 +94,7 @@ def squared_error(n: int) -> Head:
       n: size of the prediction.
 
     Returns:
-      A head whose targets are vectors [n].
+      A head whose targets are vectors [n]. It predicts w y + b, `[n]`.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
@@ -91,6 +102,8 @@ def squared_error(n: int) -> Head:
       >>> zero = jax.tree.map(jnp.zeros_like, head.init_params(jax.random.key(0), 3))
       >>> float(head.loss(zero, jnp.ones(3), jnp.array([3.0, 4.0])))
       12.5
+      >>> head.predict(zero, jnp.ones(3)).tolist()
+      [0.0, 0.0]
     """
     check_size(n=n)
 
@@ -105,16 +118,21 @@ def squared_error(n: int) -> Head:
         limits = np.finfo(np.float64)
         _check_range("squared_error", targets, limits.min, limits.max, "finite numbers")
 
-    return Head(lambda key, width: _init(key, n, width), loss, check_target, check_values)
+    return Head(lambda key, width: _init(key, n, width), loss, check_target, check_values, _affine)
 
 
-def from_function(init_params: Callable[..., PyTree], loss: Callable[[PyTree, Array, PyTree], Array]) -> Head:
+def from_function(
+    init_params: Callable[..., PyTree],
+    loss: Callable[[PyTree, Array, PyTree], Array],
+    predict: Callable[[PyTree, Array], PyTree] | None = None,
+) -> Head:
     """Make a head of any differentiable loss.
 
     Args:
       init_params: `init_params(key, width) -> params`, or `init_params(key)` for one that needs no width; `width` is
         that of the cell's output. May return an empty pytree.
       loss: `loss(params, output, target) -> scalar`.
+      predict: `predict(params, output)`, what the head makes of one output; nothing needs it but its user.
 
     Returns:
       The head.
@@ -124,12 +142,18 @@ def from_function(init_params: Callable[..., PyTree], loss: Callable[[PyTree, Ar
       >>> head = sg.heads.from_function(
       ...     init_params=lambda key, width: jax.random.normal(key, (width,)),
       ...     loss=lambda params, output, target: jnp.abs(params @ output - target),
+      ...     predict=lambda params, output: params @ output,
       ... )
-      >>> head.init_params(jax.random.key(0), 3).shape
-      (3,)
+      >>> params = head.init_params(jax.random.key(0), 3)
+      >>> params.shape, head.predict(params, jnp.zeros(3)).item()
+      ((3,), 0.0)
     """
     check_callable(init_params=init_params)
     check_arguments("loss", loss, "params", "output", "target")
+    predicts = {}
+    if predict is not None:
+        check_arguments("predict", predict, "params", "output")
+        predicts["predict"] = predict
 
     def one_number(params: PyTree, output: Array, target: PyTree) -> Array:
         value = loss(params, output, target)
@@ -138,9 +162,9 @@ def from_function(init_params: Callable[..., PyTree], loss: Callable[[PyTree, Ar
         return value
 
     if accepts(init_params, "key", "width"):
-        return Head(init_params, one_number)
+        return Head(init_params, one_number, **predicts)
     check_arguments("init_params", init_params, "key")
-    return Head(lambda key, width: init_params(key), one_number)
+    return Head(lambda key, width: init_params(key), one_number, **predicts)
 
 
 def _init(key: Array, n: int, width: int) -> PyTree:

@@ -140,6 +140,20 @@ def error(got, want) -> float:
     return float(max(np.max(np.abs(a - b)) for a, b in zip(got, want, strict=True)) / scale)
 
 
+def weighed(model: sg.Model) -> sg.Model:
+    """The same model with a head that multiplies its loss itself: the last entry of its targets is the weight."""
+
+    def loss(params, output, target):
+        return target[-1] * model.head.loss(params, output, target[:-1])
+
+    return sg.Model(model.cell, sg.heads.from_function(model.head.init_params, loss))
+
+
+def by_hand(chunk: sg.Chunk) -> sg.Chunk:
+    """The chunk for `weighed`, without weights of its own."""
+    return chunk._replace(targets=jnp.concatenate([chunk.targets, chunk.weight[:, None]], axis=1), weight=None)
+
+
 def cut_size(model: sg.Model, cut: str) -> int:
     return sg.cuts.layout(model.cell, model.cell.cuts[cut]).size
 

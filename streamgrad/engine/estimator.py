@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from streamgrad._typing import Array, Bool, Float, PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
+from streamgrad._typing import Array, Float, PyTree
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, fold_weight
 from streamgrad.checks import (
     check_chunk,
     check_fits,
     check_model,
     check_own_state,
     check_params,
-    check_same_state,
     check_state,
     check_values,
     once_per_shape,
@@ -24,6 +23,8 @@ from streamgrad.checks import (
 )
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling
+from streamgrad.trees import restart as restart
+from streamgrad.trees import same_dtype as same_dtype
 
 Result = tuple[Params, EstimatorState, Info]
 
@@ -78,7 +79,8 @@ class Algorithm(NamedTuple):
 
     Attributes:
       init: as in `GradientEstimator`.
-      run: `run(params, state, chunk, key) -> Outcome`.
+      run: `run(params, state, chunk, key) -> Outcome`. Weights of the chunk are inside its targets: `Model.loss` finds
+        them there.
       total: makes the gradient, summed over streams, of the summands, stacked along a leading axis for streams. A sum
         of outer products, for one, is a single matrix product over all streams and steps.
       check: `check(chunk, length, key)`, raises ValueError for what this estimator in particular cannot take. It looks
@@ -144,7 +146,7 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
 
     @jax.jit
     def compiled_streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
-        outcome = (algorithm.batch or in_parallel(algorithm.run))(params, state, chunk, keys)
+        outcome = (algorithm.batch or in_parallel(algorithm.run))(params, state, fold_weight(chunk), keys)
         new = outcome.state
         if algorithm.learn is not None:
             new = new._replace(shared=algorithm.learn(params, state, outcome._replace(state=new), chunk))
@@ -156,7 +158,7 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
         def as_stream(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: leaf[None], tree)
 
-        outcome = algorithm.run(params, state, chunk, key)
+        outcome = algorithm.run(params, state, fold_weight(chunk), key)
         new = outcome.state
         if algorithm.learn is not None:
             one, after = as_stream(outcome), as_stream(new)._replace(shared=new.shared)
@@ -221,19 +223,6 @@ def _checks(model: Model, algorithm: Algorithm) -> tuple[Callable[..., None], Ca
     return lambda params: check_params(expected, params), once_per_shape(one_stream), once_per_shape(many_streams)
 
 
-def restart(reset: Bool[Array, ""] | None, fresh: PyTree, current: PyTree) -> PyTree:
-    """`fresh` where an episode begins, `current` where it goes on."""
-    if reset is None:
-        return current
-    return jax.tree.map(lambda new, old: jnp.where(reset, new, old), fresh, current)
-
-
 def transition(model: Model, params: Params, state: PyTree, x: PyTree) -> PyTree:
     """h_t = F(h_{t-1}, x_t; θ) in the dtype of the state."""
     return same_dtype(model.cell.step(params.cell, state, x), state)
-
-
-def same_dtype(new: PyTree, state: PyTree) -> PyTree:
-    """A new state in the dtypes of the old; says so where the cell has changed its structure or shapes."""
-    check_same_state(state, new)
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)

@@ -142,5 +142,5 @@ def _sum_outer_products(summands: tuple[Outer, PyTree]) -> Params:
 
 
 def _losses(model: Model, head: PyTree, outputs: Float[Array, "T width"], chunk: Chunk) -> Float[Array, " T"]:
-    losses = jax.vmap(model.head.loss, in_axes=(None, 0, 0))(head, outputs, chunk.targets)
+    losses = jax.vmap(model.loss, in_axes=(None, 0, 0))(head, outputs, chunk.targets)
     return losses.astype(outputs.dtype)

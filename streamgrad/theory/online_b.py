@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float
-from streamgrad.base import Chunk, Model, Params, real_dtype
+from streamgrad.base import Chunk, Model, Params, fold_weight, real_dtype
 from streamgrad.checks import check_choice, check_chunk, find_cut
 from streamgrad.engine.estimator import restart
 from streamgrad.noise.groups import Groups, make_groups
@@ -201,6 +201,7 @@ def estimate_b_online(
     check_choice("rescale", rescale, ("gir", "none"))
     vertex = find_cut(model, "preactivation")
     length = check_chunk(model, chunk)
+    chunk = fold_weight(chunk)
     layout = cuts.layout(model.cell, vertex)
     for name, want in (("sigma", ()), ("tau", ()), ("nu", (layout.size,)), ("mu", (layout.size,))):
         if np.shape(getattr(noise, name)) != (length, *want):

@@ -94,6 +94,11 @@ CHUNKS = {
     "length of reset": (sg.Chunk(X, Y, jnp.zeros(T - 1, bool)), "same length along time"),
     "shape of reset": (sg.Chunk(X, Y, jnp.zeros((T, 1), bool)), r"reset must be one bool per step, bool\[6\]"),
     "type of reset": (sg.Chunk(X, Y, jnp.zeros(T)), r"reset must be one bool per step, bool\[6\], not float64"),
+    "length of weight": (sg.Chunk(X, Y, weight=jnp.ones(T - 1)), "same length along time, .*, weight 5"),
+    "shape of weight": (sg.Chunk(X, Y, weight=jnp.ones((T, 1))), r"one real number per step, .*, not float64\[6, 1\]"),
+    "type of weight": (sg.Chunk(X, Y, weight=jnp.ones(T) + 0j), "weight must be one real number per .* not complex128"),
+    "list of weights": (sg.Chunk(X, Y, weight=[1.0] * T), r"weight\[0\] must be an array, not float"),
+    "a tree of weights": (sg.Chunk(X, Y, weight={"a": jnp.ones(T)}), "one real number per step, .* not dict"),
 }
 ESTIMATORS = {name: row.make(MODEL, **row.options) for name, row in sg.estimators.REGISTRY.items()}
 

@@ -79,6 +79,14 @@ CELLS = {
     "model.init of a seed": (lambda: MODEL.init(0), "key must be a single JAX PRNG key"),
     "model.init of many keys": (lambda: MODEL.init(jax.random.split(KEY, 2)), "key must be a single JAX PRNG key"),
     "head of a loss of two": (lambda: sg.heads.from_function(lambda k: (), lambda p, y: y), r"called as loss\(params"),
+    "predict of one": (
+        lambda: sg.heads.from_function(lambda k: (), lambda p, y, t: 0.0, lambda p: p),
+        r"called as predict\(params, output\)",
+    ),
+    "predict that is not there": (
+        lambda: sg.heads.from_function(lambda k: (), lambda p, y, t: 0.0).predict((), X[0]),
+        "this head has no predict: give one to heads.from_function",
+    ),
     "head of three": (lambda: sg.heads.from_function(lambda k, w, z: (), lambda p, y, t: y), r"as init_params\(key\)"),
     "batched of a model": (lambda: sg.batched(MODEL, 2), "est must be an estimator, .* not Model"),
     "batched of a function": (lambda: sg.batched(sg.uoro, 2), "est must be an estimator, .* not the function uoro"),

@@ -103,6 +103,17 @@ VALUES = {
         sg.Chunk(X, X[:, :1] + np.nan),
         "finite numbers, but one of them is nan",
     ),
+    "NaN in weights": (
+        HEAD,
+        sg.Chunk(X, Y, weight=jnp.ones(T).at[2].set(np.nan)),
+        "weight must be finite, but one of them is nan",
+    ),
+    "infinite weights": (HEAD, sg.Chunk(X, Y, None, np.full(T, -np.inf)), "be finite, but one of them is -inf"),
+    "a class of -1 that counts": (
+        HEAD,
+        sg.Chunk(X, Y.at[jnp.array([1, 4])].set(-1), weight=jnp.ones(T).at[4].set(0)),
+        "classes, .* but one of them is -1",
+    ),
     "a bit of 2": (sg.heads.bernoulli(1), sg.Chunk(X, X[:, :1] + 2), "numbers between 0 and 1, but one of them is 2.0"),
     "a bit of NaN": (sg.heads.bernoulli(1), sg.Chunk(X, X[:, :1] + np.nan), "between 0 and 1, but one of them is nan"),
 }
@@ -144,6 +155,23 @@ def test_arrays_on_an_accelerator_are_not_read(monkeypatch):
         checks.check_values(MODEL, sg.Chunk(X, wrong))
     monkeypatch.setattr(type(wrong), "devices", lambda self: {Elsewhere()})
     checks.check_values(MODEL, sg.Chunk(X, wrong))
+
+
+@pytest.mark.parametrize("numbers", [jnp, np])
+def test_targets_of_steps_that_do_not_count_are_not_looked_at(numbers):
+    """A class of -1 where the weight is 0, or false; for one stream, for many, and where it cannot be seen."""
+    est, params = sg.bptt(MODEL), make_params(MODEL)
+    targets = numbers.asarray([0, -1, 2, 99, 4, -1])
+    for weight in (targets * 0.0 + numbers.asarray([1.0, 0, 0.5, 0, -1, 0]), numbers.isin(targets, Y[:1])):
+        chunk = sg.Chunk(X, targets, weight=weight)
+        many = jax.tree.map(lambda leaf: numbers.stack([leaf, leaf]), chunk)
+        for update in (est.update, jax.jit(est.update)):
+            loss = update(params, est.init(params), chunk, None)[2].loss
+            np.testing.assert_array_equal(loss == 0, weight == 0)
+        batch = sg.batched(est, 2)
+        np.testing.assert_allclose(batch.update(params, batch.init(params), many, None)[2].loss[1], loss, rtol=1e-12)
+    none = chunk._replace(weight=numbers.zeros(T))
+    assert not np.any(est.update(params, est.init(params), none, None)[2].loss)
 
 
 @pytest.mark.parametrize("wrong", [-1, 5])

@@ -15,6 +15,7 @@ from tests.reference import estimators as reference
 from tests.tools import (
     all_signs,
     bptt,
+    by_hand,
     error,
     gaussian_nodes,
     made,
@@ -25,6 +26,7 @@ from tests.tools import (
     noisy_loss,
     run,
     split,
+    weighed,
 )
 
 ROWS = list(REGISTRY.values())
@@ -85,14 +87,23 @@ def test_names_of_arguments(row, cut):
     assert list(inspect.signature(est.update).parameters) == ["params", "state", "chunk", "key"]
 
 
+def weigh(model, chunk):
+    """The chunk with weights, and what it is without the library's help: a model and a chunk that weigh by hand."""
+    chunk = chunk._replace(weight=jnp.asarray([0.5, 0.0, -2.0])[-len(chunk.targets) :])
+    return chunk, made(weighed, model), by_hand(chunk)
+
+
 @each
-def test_promise(row, cut):
+@pytest.mark.parametrize("weights", [False, True], ids=["", "weighed"])
+def test_promise(row, cut, weights):
     """Exact means equal to BPTT of the whole sequence in any chunks; unbiased means so in the mean over the noise.
 
-    Where the noise is in the network, the mean over it is the gradient of the expected loss.
+    Where the noise is in the network, the mean over it is the gradient of the expected loss. With weights all of it
+    holds for the weighted loss.
     """
     model, params, chunk = setup(length=3, n_hidden=1 if cut == "params" else 2)
-    want, losses, _ = run(made(sg.bptt, model), params, [chunk])
+    chunk, plain, same = weigh(model, chunk) if weights else (chunk, model, chunk)
+    want, losses, _ = run(made(sg.bptt, plain), params, [same])
     if row.promise == "exact":
         got, _, _ = run(make(row, cut, model), params, split(chunk, (1, 2)))
         assert error(got, want) < 1e-10
@@ -100,7 +111,7 @@ def test_promise(row, cut):
         assert error(run(make(row, cut, model), params, [chunk])[0], want) < 1e-10
     elif row.promise == "biased":
         got, _, _ = run(make(row, cut, model), params, split(chunk, (1, 2)))
-        textbook = getattr(reference, row.name)(model, params, chunk, **row.options)
+        textbook = getattr(reference, row.name)(plain, params, same, **row.options)
         assert error(got.cell, textbook) < 1e-10
     elif row.promise == "unbiased":
         shape = noise_shape(row, cut, model, params, chunk)
@@ -108,14 +119,15 @@ def test_promise(row, cut):
         assert error(mean_over(est, params, chunk, all_signs(*shape)), want) < 1e-10
     elif row.promise == "unbiased for the noisy network":
         small, params_of_small, two_steps = setup(length=2, n_hidden=1)
-        u, weights = gaussian_nodes(48, *noise_shape(row, cut, small, params_of_small, two_steps))
+        two_steps, plain, same = weigh(small, two_steps) if weights else (two_steps, small, two_steps)
+        u, shares = gaussian_nodes(48, *noise_shape(row, cut, small, params_of_small, two_steps))
 
         def expected(params):
-            losses = jax.vmap(lambda u: noisy_loss(small, params, two_steps, u, sigma=0.3))(jnp.asarray(u))
-            return weights @ losses
+            losses = jax.vmap(lambda u: noisy_loss(plain, params, same, u, sigma=0.3))(jnp.asarray(u))
+            return shares @ losses
 
         est = make(row, cut, small, noise="given", sigma=0.3)
-        mean = mean_over(est, params_of_small, two_steps, u, weights)
+        mean = mean_over(est, params_of_small, two_steps, u, shares)
         assert error(mean, jax.grad(expected)(params_of_small)) < 1e-10
     _, again, _ = run_quietly(row, cut, model, params, chunk)
     np.testing.assert_allclose(again, losses, rtol=1e-12)
@@ -246,7 +258,8 @@ def test_batched_is_the_mean_of_single_streams(row, cut):
     model, params, _ = setup()
     est = make(row, cut, model)
     many = sg.batched(est, 3)
-    chunks = [make_chunk(model, 4, seed=seed, reset=(seed,)) for seed in range(3)]
+    weights = np.random.default_rng(0).normal(size=(3, 4))
+    chunks = [make_chunk(model, 4, seed=seed, reset=(seed,))._replace(weight=weights[seed]) for seed in range(3)]
     key = jax.random.key(3)
     keys = jax.random.split(key, 3)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
@@ -263,6 +276,20 @@ def test_batched_is_the_mean_of_single_streams(row, cut):
         assert info.loss.shape == (3, 4)
         want = jax.tree.map(lambda *leaves: sum(leaves) / 3, *singles)
         assert error(grads, want) < 1e-12
+
+
+@each
+def test_masked_targets_may_be_anything(row, cut):
+    """Where the weight is 0: NaN, and numbers that the head would refuse. Loss, gradient and state do not change."""
+    model, params, chunk = setup(length=6, reset=(3,))
+    est, key = make(row, cut, model), jax.random.key(0)
+    counts = np.array([1.0, 0, 1, 0, 0, 1])
+    chunk = chunk._replace(weight=jnp.asarray(counts))
+    spoilt = chunk._replace(targets=jnp.where(counts[:, None] > 0, chunk.targets, np.nan))
+    good, bad = (est.update(params, est.init(params), some, key) for some in (chunk, spoilt))
+    for a, b in zip(jax.tree.leaves(good), jax.tree.leaves(bad), strict=True):
+        assert np.all(np.isfinite(b)) and np.allclose(a, b, rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(np.asarray(bad[2].loss)[counts == 0], 0)
 
 
 @each

@@ -218,7 +218,7 @@ def trajectory(model: Model, task: Task, config: Config, progress: Progress) -> 
         now = jax.tree.map(lambda leaf: leaf[0], many)
         key, loss = jax.random.fold_in(root, 2**31 + point), float(rows["loss"].mean())
         chunk, _ = task.sample(task.data, task.init(key), key)
-        chunk = Chunk(chunk.inputs, chunk.targets)
+        chunk = chunk._replace(reset=None)
         shared = {name: state.shared for name, state in now.estimator.shared.items()}
         exact = shared.pop("exact")
         q0 = damped_q0(exact.b, exact.damping).q0

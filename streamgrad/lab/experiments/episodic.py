@@ -125,7 +125,7 @@ def episodic_uoro(
         if size != batch_size:
             raise ValueError(f"the chunk has {size} streams, but the estimator was made for {batch_size}.")
         # Each chunk is one episode from its beginning: its resets say nothing new.
-        return update(params, state, Chunk(chunk.inputs, chunk.targets), key)
+        return update(params, state, chunk._replace(reset=None), key)
 
     return GradientEstimator(init, checked)
 

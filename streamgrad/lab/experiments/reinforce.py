@@ -302,7 +302,7 @@ def _bias(config: Config, cell: str, subject: Subject) -> Rows:
             x, target, kick = now
             state = transition(model, params._replace(cell=cell_params), state, x)
             state = jax.tree.map(jnp.add, state, unravel(kick))
-            return state, model.head.loss(params.head, model.cell.output(state), target)
+            return state, model.loss(params.head, model.cell.output(state), target)
 
         steps = (chunk.inputs, chunk.targets, kicks)
         return jnp.sum(jax.lax.scan(step, model.init_state(params), steps)[1])

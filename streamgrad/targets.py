@@ -1,0 +1,44 @@
+"""What may stand around the target of a step, for `Model.loss` to find.
+
+Estimators pass targets on as they are, whatever is in them. So what is known of the loss at a step travels with its
+target, and one function looks at it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from streamgrad._typing import Array, PyTree
+
+
+class Weighted(NamedTuple):
+    """A target with the weight of its loss.
+
+    Attributes:
+      target: what the head compares with. Where the weight is 0 it may be anything, also NaN.
+      weight: a real number.
+    """
+
+    target: PyTree
+    weight: Array
+
+
+def step_loss(
+    loss: Callable[[PyTree, Array, PyTree], Array], head_params: PyTree, output: Array, target: PyTree
+) -> Array:
+    """A head's loss at one step, times its weight where it has one."""
+    if isinstance(target, Weighted):
+        weight = jnp.asarray(target.weight, output.dtype)
+        # Zeros in place of a target that does not count: what NaN or a class of -1 makes of the loss and its gradient,
+        # a weight of 0 would not undo.
+        value = loss(head_params, output, jax.tree.map(lambda leaf: _shown(leaf, weight), target.target))
+        return weight * jnp.asarray(value, output.dtype)
+    return loss(head_params, output, target)
+
+
+def _shown(leaf: Array, weight: Array) -> Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # such as keys, which have no zero
+        return leaf
+    return jnp.where(weight == 0, jnp.zeros_like(leaf), leaf)
