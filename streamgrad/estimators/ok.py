@@ -28,7 +28,7 @@ class OkMemory(NamedTuple):
     right: PyTree
 
 
-def ok(model: Model, rank: int = 8, noise: str | Noise = "rademacher") -> GradientEstimator:
+def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher") -> GradientEstimator:
     """The influence across chunks as a sum of `rank` Kronecker products, reduced once per chunk without bias.
 
         dL_chunk/dW = backpropagation inside the chunk + Σ_i (dL_chunk/dh_0 C_i) ã_i^T
@@ -40,7 +40,7 @@ def ok(model: Model, rank: int = 8, noise: str | Noise = "rademacher") -> Gradie
 
     Args:
       model: the model whose gradients are estimated; its cell must have the cut "preactivation".
-      rank: how many terms, at most as many as the state has units.
+      rank: how many terms, at most as many as the state has units. None for 8, or for all of them where there are less.
       noise: "rademacher", or "given" (the caller passes the signs in place of the key).
 
     Returns:
@@ -64,17 +64,18 @@ def ok(model: Model, rank: int = 8, noise: str | Noise = "rademacher") -> Gradie
     vertex = find_cut(model, "preactivation")
     source = find_noise(noise)
     layout = cuts.layout(model.cell, vertex)
-    check_size(rank=rank)
-    check_at_most("rank", rank, layout.state_size, "the number of state units")
+    terms = min(8, layout.state_size) if rank is None else rank
+    check_size(rank=terms)
+    check_at_most("rank", terms, layout.state_size, "the number of state units")
     if source.name == "gaussian":
         raise ValueError("ok mixes with random signs: noise must be 'rademacher' or 'given', not 'gaussian'.")
 
     def init(params: PyTree, state: PyTree) -> OkMemory:
         del state
-        return OkMemory(*zero_terms(params, rank, layout.state_size))
+        return OkMemory(*zero_terms(params, terms, layout.state_size))
 
     def draw(key: Any, length: int, dtype: Any) -> Float[Array, "M n"]:
-        return source.draw(key, (len(layout.rows), signs_needed(length, rank)), dtype)
+        return source.draw(key, (len(layout.rows), signs_needed(length, terms)), dtype)
 
     def asks(memory: OkMemory, noise: Array) -> Float[Array, "S S"]:
         del noise
@@ -90,7 +91,7 @@ def ok(model: Model, rank: int = 8, noise: str | Noise = "rademacher") -> Gradie
         structure = jax.tree.structure(memory.right)
         found = []
         for c, a, new_c, new_a, own in zip(*leaves, signs, strict=True):
-            moved = jnp.einsum("st,rtn->rsn", back, c).reshape(rank, -1)
+            moved = jnp.einsum("st,rtn->rsn", back, c).reshape(terms, -1)
             left, right = reduce((moved, a), (new_c.reshape(len(new_c), -1), new_a), own)
             found.append((left.reshape(c.shape), right))
         left, right = zip(*found, strict=True)

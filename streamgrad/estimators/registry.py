@@ -11,6 +11,7 @@ from streamgrad.base import CUT_NAMES, GradientEstimator
 from streamgrad.checks import check_choice
 from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.nobacktrack import nobacktrack
+from streamgrad.estimators.ok import ok
 from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.reinforce import reinforce
 from streamgrad.estimators.rtrl import rtrl
@@ -31,7 +32,7 @@ class Row(NamedTuple):
         (equals its own textbook recursion), "unbiased" (its mean over the noise equals BPTT of the whole sequence), or
         "unbiased for the noisy network" (the noise is in the network itself; the mean is the gradient of the expected
         loss; takes `sigma` and `q0`).
-      time: per step and stream, for S state units, N preactivations and P recurrent parameters.
+      time: per step and stream, for S state units, N preactivations, A features, P recurrent parameters, chunks of K.
       memory: likewise.
       cuts: where it can cut the transition; empty if it does not.
       summary: one line.
@@ -61,7 +62,15 @@ ROWS = (
         MappingProxyType({"window": 3}),
         (MappingProxyType({"window": 10}),),
     ),
-    Row("rtrl", rtrl, "exact", "S² P", "S P", CUT_NAMES, "the whole Jacobian dh/dθ, carried forward"),
+    Row(
+        "rtrl", rtrl, "exact", "S P + S² P / K", "S P", (),
+        "backpropagation in the chunk, the whole Jacobian dh/dθ across chunks",
+    ),
+    Row(
+        "ok", ok, "unbiased", "S P", "r (S N + A)", ("preactivation",),
+        "backpropagation in the chunk, a sum of r Kronecker products across chunks",
+        variants=(MappingProxyType({"rank": 1}),),
+    ),
     Row(
         "spatial_rtrl", spatial_rtrl, "unbiased", "S² P", "S P", CUT_NAMES,
         "RTRL with the immediate Jacobian projected onto noise",
@@ -70,6 +79,8 @@ ROWS = (
         "uoro", uoro, "unbiased", "G P", "P", CUT_NAMES,
         "dh/dθ as a product of two vectors; `groups=G` trades time for variance",
         variants=(
+            MappingProxyType({"inside": "backprop"}),
+            MappingProxyType({"inside": "backprop", "blocks": 8}),
             MappingProxyType({"groups": 4}),
             MappingProxyType({"groups": 16}),
             MappingProxyType({"immediate": "exact"}),
