@@ -57,8 +57,8 @@ class Across(NamedTuple):
       tangents: `tangents(memory) -> [r, S]`, what the forward pass takes along; None for nothing.
       draw: `draw(key, length, dtype) -> noise`, for a chunk of so many steps.
       shared: `shared(params) -> shared`, what all streams have in common.
-      block: `block(params) -> K`: longer chunks are walked through in blocks of at most so many steps, each a chunk of
-        its own, which bounds memory and changes nothing where M is exact. None for chunks as they come.
+      block: `block(params, length) -> K`: a chunk of so many steps is walked through in blocks of at most K, each a
+        chunk of its own, which bounds memory and changes nothing where M is exact. None for chunks as they come.
     """
 
     init: Callable[[PyTree, PyTree], PyTree]
@@ -68,7 +68,7 @@ class Across(NamedTuple):
     tangents: Callable[[PyTree], Float[Array, "r S"]] | None = None
     draw: Callable[[Any, int, Any], PyTree] = lambda key, length, dtype: None
     shared: Callable[[PyTree], PyTree] = lambda params: ()
-    block: Callable[[PyTree], int] | None = None
+    block: Callable[[PyTree, int], int] | None = None
 
 
 class Walk(NamedTuple):
@@ -135,7 +135,7 @@ def chunkwise(
             return (walk.end, memory, shared, grads), (walk.losses, walk.states, diagnostics)
 
         carry = (start, state.memory, state.shared, jax.tree.map(jnp.zeros_like, params))
-        block = across.block(params.cell) if across.block else length
+        block = across.block(params.cell, length) if across.block else length
         carry, (losses, states, diagnostics) = _in_blocks(stretch, carry, by_time, block)
         end, memory, shared, grads = carry
         outputs = jax.vmap(jax.vmap(lambda vector: model.cell.output(unravel(vector))), in_axes=1)(states)
@@ -247,7 +247,7 @@ def _backward(
     def add(total: PyTree | None, here: PyTree) -> PyTree:
         return jax.tree.map(jnp.add, total, here)
 
-    def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
+    def step(carry: tuple, now: tuple) -> tuple[tuple, tuple | None]:
         (losses, asked), sums = carry
         kept, dl_dstate, reset = now
         losses = losses + dl_dstate[:, None]

@@ -13,7 +13,7 @@ from streamgrad.engine.estimator import estimator
 from streamgrad.engine.stepwise import online
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
-from streamgrad.step.weights import add_pulled, outer, steps_as_large_as_weights
+from streamgrad.step.weights import add_pulled, outer, steps_at_once
 
 
 def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
@@ -70,8 +70,8 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
         mean = dl_dstart / len(dl_dstart)
         return jax.tree.map(lambda leaf: jnp.tensordot(mean, leaf, axes=2), memory), shared
 
-    def block(params: PyTree) -> int:
-        return steps_as_large_as_weights(params, state_size)
+    def block(params: PyTree, length: int) -> int:
+        return steps_at_once(params, state_size, length)
 
     factored = "preactivation" in model.cell.cuts  # else the reverse pass adds up, and keeps nothing of a step
     across = Across(empty_jacobian(state_size), asks, advance, older, block=block if factored else None)

@@ -132,13 +132,16 @@ def project_blocks(left: list[Array], weights: PyTree) -> list[Array]:
     ]
 
 
-def steps_as_large_as_weights(params: PyTree, vectors: int) -> int:
-    """How many steps a reverse pass of so many vectors may keep before that takes more memory than M itself.
+def steps_at_once(params: PyTree, vectors: int, length: int) -> int:
+    """In parts of how many steps a reverse pass of so many vectors goes through a chunk, for memory's sake.
 
-    A step's are a number for each vector and preactivation; M has one for each vector and weight.
+    A step leaves a number for each vector and preactivation; M has one for each vector and weight. As long as a chunk
+    leaves less than M it is taken at once. In the loop over parts there is one M more, and they are shorter.
     """
     weights, rows = sum(leaf.size for leaf in jax.tree.leaves(params)), sum(rows_of(params))
-    return max(weights // rows, LARGE // (vectors * rows), 1)
+    if length * rows <= weights or length * rows * vectors <= LARGE:
+        return length
+    return max(weights // (4 * rows), 1)
 
 
 # Below so many numbers a sum of matrices is made at once: a loop over parts of it would only cost time.

@@ -24,6 +24,7 @@ from tests.tools import (
     make_params,
     mean_over,
     noisy_loss,
+    orthogonal_signs,
     run,
     split,
     weighed,
@@ -134,6 +135,31 @@ def test_promise(row, cut, weights):
 
 
 @each
+def test_unbiased_across_chunks(row, cut):
+    """The mean over the noise of two chunks of the gradient of all three."""
+    if row.promise != "unbiased":
+        pytest.skip("promises something else")
+    model, params, chunk = setup(length=3, n_hidden=1 if cut == "params" else 2)
+    parts = list(split(chunk, (1, 1, 1)))
+    shape = noise_shape(row, cut, model, params, parts[0])
+    size = int(np.prod(shape))
+    est = make(row, cut, model, noise="given")
+
+    def total(noise):
+        state, grads = est.init(params), []
+        for index, part in enumerate(parts):  # that of the last chunk acts on what comes after it, or on itself
+            found, state, _ = est.update(params, state, part, noise[index])
+            grads.append(found)
+        return jax.tree.map(lambda *leaves: sum(leaves), *grads)
+
+    patterns = all_signs(3, *shape) if 3 * size <= 12 else orthogonal_signs(3, *shape)
+    if 3 * size > 12 and "rescale" in inspect.signature(row.make).parameters:
+        pytest.skip("too many patterns for coefficients that depend on the noise")
+    mean = jax.tree.map(lambda leaf: leaf.mean(axis=0), jax.jit(jax.vmap(total))(jnp.asarray(patterns)))
+    assert error(mean, run(made(sg.bptt, model), params, [chunk])[0]) < 1e-10
+
+
+@each
 def test_gradient_of_the_head_is_exact(row, cut):
     model, params, chunk = setup()
     got, _, _ = run_quietly(row, cut, model, params, chunk)
@@ -234,18 +260,22 @@ def test_reset_begins_anew(row, cut):
     """An episode after a reset is that episode alone: nothing of the past is left in state, tangent or cotangent."""
     model, params, chunk = setup(length=5, reset=(2,))
     first, second = (part._replace(reset=None) for part in split(chunk, (2, 3)))
-    noises = [None] * 3
-    options = {}
+    noises: list = [None] * 3
+    options, by_step = {}, True
     if noisy(row):
-        shape = noise_shape(row, cut, model, params, chunk)
-        noise = jnp.asarray(np.random.default_rng(0).normal(size=shape))
-        noises, options = [noise, noise[:2], noise[2:]], {"noise": "given"}
+        shapes = [noise_shape(row, cut, model, params, part) for part in (chunk, first, second)]
+        by_step = shapes[0][0] == 5  # else the noise is that of the whole chunk
+        drawn = [jnp.asarray(np.random.default_rng(0).normal(size=shape)) for shape in shapes]
+        noises = [drawn[0], drawn[0][:2], drawn[0][2:]] if by_step else drawn
+        options = {"noise": "given"}
     est = make(row, cut, model, **options)
     together = est.update(params, est.init(params), chunk, noises[0])
     one = est.update(params, est.init(params), first, noises[1])
     two = est.update(params, est.init(params), second, noises[2])
     assert error(together[0], jax.tree.map(jnp.add, one[0], two[0])) < 1e-12
     np.testing.assert_allclose(together[2].loss, jnp.concatenate([one[2].loss, two[2].loss]), rtol=1e-12)
+    if not by_step:
+        return  # what is carried on is right in the mean: tests/engine/test_chunkwise.py
     # What follows depends on the second episode alone.
     later = make_chunk(model, 3, seed=5)
     noise = None if noises[0] is None else noises[2]

@@ -7,20 +7,24 @@ from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 from tests.reference import estimators as oracle
-from tests.tools import CELL_CUTS, bptt, error, made, make_chunk, make_model, make_params, run, split
+from tests.tools import bptt, error, made, make_chunk, make_model, make_params, run, split
 
 SPLITS = [(8,), (1, 7), (1,) * 8]
-DEAR = [("stack", "state"), ("stack", "params"), ("nested", "params"), ("gru", "params")]  # to compile
+DEAR = ("stack",)  # to compile
+FORMS = [
+    pytest.param(cell, form, marks=pytest.mark.slow if cell in DEAR and form == "steps" else [])
+    for cell in ("vanilla", "lstm", "gru", "stack", "nested")
+    for form in ("chunks", "steps")
+]
 
 
-@pytest.mark.parametrize(
-    "cell, cut", [pytest.param(*case, marks=pytest.mark.slow if case in DEAR else []) for case in CELL_CUTS]
-)
-def test_rtrl_is_bptt(cell, cut):
+@pytest.mark.parametrize("cell, form", FORMS)
+def test_rtrl_is_bptt(cell, form):
     model = make_model(cell, n_in=2, n_hidden=3)
-    params, rtrl, reference = make_params(model), sg.rtrl(model, cut=cut), made(sg.bptt, model)
+    params, rtrl, reference = make_params(model), made(sg.rtrl, model, form=form), made(sg.bptt, model)
     for reset in (None, (2, 5), (0, 1, 7)):
         chunk = make_chunk(model, 8, reset=reset)
+        chunk = chunk._replace(weight=np.random.default_rng(1).normal(size=8)) if reset == (2, 5) else chunk
         want, losses, _ = run(reference, params, [chunk])
         for sizes in SPLITS if reset else SPLITS[1:]:
             grads, online_losses, _ = run(rtrl, params, split(chunk, sizes))
@@ -28,14 +32,15 @@ def test_rtrl_is_bptt(cell, cut):
             np.testing.assert_allclose(online_losses, losses, rtol=1e-12)
 
 
-# Without the stack's preactivations: one feeds another there, so that J is not the Jacobian of z (test_rtrl_is_bptt and
-# test_cut_factors_the_immediate_jacobian have them).
-@pytest.mark.parametrize("cell, cut", [case for case in CELL_CUTS if case != ("stack", "preactivation")])
-def test_rtrl_is_the_textbook(cell, cut):
+# Without the stack, where one preactivation feeds another, so that J is not the Jacobian of z (test_rtrl_is_bptt and
+# test_cut_factors_the_immediate_jacobian have it).
+@pytest.mark.parametrize("cell", ["vanilla", "lstm", "gru", "nested"])
+@pytest.mark.parametrize("form", ["chunks", "steps"])
+def test_rtrl_is_the_textbook(cell, form):
     model = make_model(cell)
     params, chunk = make_params(model), make_chunk(model, 4, reset=(2,))
-    grads, _, _ = run(sg.rtrl(model, cut=cut), params, [chunk])
-    np.testing.assert_allclose(ravel_pytree(grads.cell)[0], oracle.rtrl(model, params, chunk, cut), rtol=1e-10)
+    grads, _, _ = run(made(sg.rtrl, model, form=form), params, split(chunk, (1, 1, 1, 1)))
+    np.testing.assert_allclose(ravel_pytree(grads.cell)[0], oracle.rtrl(model, params, chunk, "state"), rtol=1e-10)
 
 
 @pytest.mark.parametrize("recompute", [1, 3, 4, 8, 20])
@@ -80,7 +85,7 @@ def test_every_layer_of_a_stack_gets_its_gradient():
     cell = sg.cells.stack(sg.cells.lstm(2, 3), sg.cells.vanilla(3, 2), sg.cells.gru(2, 3))
     model = sg.Model(cell, sg.heads.squared_error(2))
     params, chunk = make_params(model), make_chunk(model, 6)
-    grads, _, _ = run(sg.rtrl(model, cut="preactivation"), params, split(chunk, (1, 3, 2)))
+    grads, _, _ = run(sg.rtrl(model), params, split(chunk, (1, 3, 2)))
     want = bptt(model, params, chunk)
     for layer in range(3):
         assert error(grads.cell[layer], want.cell[layer]) < 1e-10
