@@ -178,7 +178,7 @@ def rank_one(
         past = jax.vmap(step.propagate)(before.tangent) @ dl_dstate
         return jax.tree.map(jnp.add, groups.scale(before.cotangent, past), step.backprop(dl_dstate))
 
-    return Influence(cut, init, advance, contract, draw, shared)
+    return Influence(cut, init, advance, contract, draw, shared, uses_loss=rescaling.uses_loss)
 
 
 def noise_check(source: Noise, rescaling: Rescaling) -> Callable[[Chunk, int, Any], None]:
