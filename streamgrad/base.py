@@ -126,8 +126,12 @@ class Model:
         """Draw parameters, with fields `.cell` and `.head`."""
         check_key(key)
         cell_key, head_key = jax.random.split(key)
-        width = jax.eval_shape(lambda: self.cell.output(self.cell.init_state())).shape[0]
-        return Params(self.cell.init_params(cell_key), self.head.init_params(head_key, width))
+        return Params(self.cell.init_params(cell_key), self.head.init_params(head_key, self.width))
+
+    @property
+    def width(self) -> int:
+        """The size of the cell's output, which the head reads."""
+        return jax.eval_shape(lambda: self.cell.output(self.cell.init_state())).shape[0]
 
     def init_state(self, params: Params) -> PyTree:
         """The state at the beginning of an episode, in the dtype of the cell's parameters."""
@@ -272,6 +276,7 @@ class Influence(NamedTuple):
       shared: `shared(params) -> shared`, what all streams have in common.
       total: None if contributions are gradients, which are added as they come. Else `total(contributions) -> grads`
         sums what stands for them, such as the factors of outer products, over its leading axes, streams and time.
+      uses_loss: whether `advance` looks at `dl_dstate`; if so, the estimator cannot move on before the loss is known.
     """
 
     cut: Cut
@@ -281,6 +286,7 @@ class Influence(NamedTuple):
     draw: Callable[..., PyTree] = lambda shared, key, length, dtype: None
     shared: Callable[[PyTree], PyTree] = lambda params: ()
     total: Callable[[PyTree], PyTree] | None = None
+    uses_loss: bool = False
 
 
 def real_dtype(tree: PyTree) -> Any:

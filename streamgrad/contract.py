@@ -59,25 +59,66 @@ class EstimatorState(NamedTuple):
       cell: h_t, the whole recurrent state (for an LSTM: h and c).
       memory: what the estimator remembers of the stream's past, such as UORO's tangent and cotangent.
       shared: what all streams of a batch have in common, such as Q_0 and α. Without a batch axis under `batched`.
+      trace: what `credit` needs of the chunk that `advance` went over; else None. Nothing else looks at it.
     """
 
     cell: PyTree
     memory: PyTree
     shared: PyTree
+    trace: PyTree = None
+
+
+def _no_advance(params: Params, state: EstimatorState, inputs: PyTree, key: Any, reset: Any = None) -> Any:
+    raise ValueError("this estimator has no advance: it was made of init and update alone.")
+
+
+def _no_credit(params: Params, state: EstimatorState, dl_doutput: Array) -> Any:
+    raise ValueError("this estimator has no credit: it was made of init and update alone.")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradientEstimator:
     """The whole contract with a training loop.
 
+    `advance` and `credit` are the two halves of `update`, for those who act on the output before they know the loss:
+
+        output, state = advance(params, state, inputs, key)
+        grads = credit(params, state, dl_doutput)    # Σ_t (dL_t/dy_t) (dy_t/dθ), y_t the cell's output
+
     Attributes:
       init: `init(params) -> state`, the state at the beginning of a stream.
       update: `update(params, state, chunk, key) -> (grads, state, info)`. `grads` is like `params`: the gradient of
         the chunk's loss, summed over time. `key` is always passed, and ignored by those that need none.
+      advance: `advance(params, state, inputs, key, reset=None) -> (output, state)`. The network and what the estimator
+        remembers move on over the inputs of a chunk, as in `update`; `output` is y_t, `[T, width]`. The state has a
+        trace of the chunk; in the carry of a loop, which keeps its structure, put `state._replace(trace=None)`.
+      credit: `credit(params, state, dl_doutput) -> grads`, like `params.cell`, for any gradient `[T, width]` at the
+        output of the chunk that the state has a trace of. Now or later, as often as you like: the state stays as it is.
+        It goes over the chunk once more, with the parameters it is given; pass those of `advance`.
+
+    Example:
+      An eligibility trace, e_t = 0.9 e_{t-1} + dV_t/dθ, of a value that the head reads from the output:
+
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> model = sg.Model(sg.cells.gru(2, 4), sg.heads.squared_error(1))
+      >>> params, est = model.init(jax.random.key(0)), sg.rtrl(model)
+      >>> def step(carry, x):
+      ...     state, eligibility = carry
+      ...     output, state = est.advance(params, state, x[None], None)
+      ...     dv_doutput = jax.grad(lambda y: model.head.predict(params.head, y)[0])(output[0])
+      ...     grads = est.credit(params, state, dv_doutput[None])
+      ...     eligibility = jax.tree.map(lambda e, g: 0.9 * e + g, eligibility, grads)
+      ...     return (state._replace(trace=None), eligibility), output[0]
+      >>> zero = jax.tree.map(jnp.zeros_like, params.cell)
+      >>> (state, eligibility), outputs = jax.lax.scan(step, (est.init(params), zero), jnp.ones((5, 2)))
+      >>> outputs.shape, eligibility["gates"].shape
+      ((5, 4), (8, 7))
     """
 
     init: Callable[[Params], EstimatorState]
     update: Callable[[Params, EstimatorState, Chunk, Any], tuple[Params, EstimatorState, Info]]
+    advance: Callable[..., tuple[Array, EstimatorState]] = _no_advance
+    credit: Callable[..., PyTree] = _no_credit
 
 
 def fold_weight(chunk: Chunk) -> Chunk:

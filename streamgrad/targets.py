@@ -25,10 +25,18 @@ class Weighted(NamedTuple):
     weight: Array
 
 
+class Credit(NamedTuple):
+    """In place of a target, the gradient of a loss at the output: dL_t/dy_t, `[width]`."""
+
+    gradient: Array
+
+
 def step_loss(
     loss: Callable[[PyTree, Array, PyTree], Array], head_params: PyTree, output: Array, target: PyTree
 ) -> Array:
-    """A head's loss at one step, times its weight where it has one."""
+    """A head's loss at one step, times its weight where it has one; or the loss whose gradient is given, dL/dy · y."""
+    if isinstance(target, Credit):
+        return jnp.sum(jnp.asarray(target.gradient, output.dtype) * output)
     if isinstance(target, Weighted):
         weight = jnp.asarray(target.weight, output.dtype)
         # Zeros in place of a target that does not count: what NaN or a class of -1 makes of the loss and its gradient,

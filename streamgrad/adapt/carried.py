@@ -69,7 +69,8 @@ def carried(
         and too noisy to help; it is here to compare with, needs `episode`, and with `alpha="gir"` no reverse pass.
 
     Returns:
-      The estimator. Its diagnostics tell, as `carried`, whether what is carried over was in use, `[T]`.
+      The estimator. Its diagnostics tell, as `carried`, whether what is carried over was in use, `[T]`. Only `update`
+      learns, since it takes the losses to know B and C; `advance` and `credit` use what has been learnt.
 
     Example:
       >>> import streamgrad as sg
@@ -91,7 +92,8 @@ def carried(
         return usual.init(params)._replace(shared=learner.init(params))
 
     run = switched(usual, otherwise)
-    return estimator(est.model, Algorithm(init, run, usual.total, usual.check, learner.learn))
+    learn, uses_loss = learner.learn, usual.uses_loss
+    return estimator(est.model, Algorithm(init, run, usual.total, usual.check, learn, uses_loss=uses_loss))
 
 
 def _noisy(est: GradientEstimator) -> Noisy:

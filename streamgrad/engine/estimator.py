@@ -10,17 +10,9 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, fold_weight
-from streamgrad.checks import (
-    check_chunk,
-    check_fits,
-    check_model,
-    check_own_state,
-    check_params,
-    check_state,
-    check_values,
-    once_per_shape,
-    one_step,
-)
+from streamgrad.checks import check_fits, check_values
+from streamgrad.engine.acting import advancing, bare, crediting
+from streamgrad.engine.checking import checks_of
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling
 from streamgrad.trees import restart as restart
@@ -52,13 +44,14 @@ class Outcome(NamedTuple):
       state: for the next chunk.
       info: as in `GradientEstimator`.
       seen: for `Algorithm.learn`; where nothing learns, the compiler drops it.
+      outputs: y_t, the cell's output at each step, for `advance`; elsewhere the compiler drops it.
     """
 
     summands: PyTree
     state: EstimatorState
     info: Info
     seen: Seen | None = None
-    outputs: Array | None = None
+    outputs: Float[Array, "T width"] | None = None
 
 
 def sum_over_streams(summands: PyTree) -> PyTree:
@@ -87,6 +80,8 @@ class Algorithm(NamedTuple):
         at shapes and dtypes alone, and is called once for each.
       learn: `learn(params, state before, outcome, chunk) -> shared`, for what the streams share and learn from each
         chunk. Called once for all of them: everything has a leading axis for streams but `shared`.
+      uses_loss: whether `memory` or `shared` depend on the losses, so that the estimator cannot `advance` before they
+        are known. What `learn` does is no matter: it is not called then.
       batch: `run` for all streams at once, one key each, where that is more than mapping `run` over them. What it has
         summed over streams already has a leading axis of one.
     """
@@ -96,6 +91,7 @@ class Algorithm(NamedTuple):
     total: Callable[[PyTree], Params] = sum_over_streams
     check: Callable[[Chunk, int, Any], None] = lambda *_: None
     learn: Callable[[Params, EstimatorState, Outcome, Chunk], PyTree] | None = None
+    uses_loss: bool = False
     batch: Callable[[Params, EstimatorState, Chunk, Any], Outcome] | None = None
 
 
@@ -114,21 +110,50 @@ class Noisy(NamedTuple):
     rescaled: Callable[[Rescaling], Algorithm]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+class Streams(NamedTuple):
+    """The contract's functions for a batch of streams, with one key each.
+
+    Attributes:
+      update: the mean of the streams' gradients.
+      advance: all of them move on.
+      credit: the mean of the streams' gradients.
+      credit_each: the gradient of each, with a leading axis for streams.
+    """
+
+    update: Callable[..., Result]
+    advance: Callable[..., tuple[Array, EstimatorState]]
+    credit: Callable[..., PyTree]
+    credit_each: Callable[..., PyTree]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Engine(GradientEstimator):
-    """An estimator of this library: the contract's two functions, and what the library itself needs to know.
+    """An estimator of this library: the contract's functions, and what the library itself needs to know.
 
     Attributes:
       model: the model whose gradients are estimated.
-      streams: `update` for a batch of streams with one key each.
+      streams: the same functions for a batch of streams.
       noisy: None where there is no noise to choose, or it has been chosen.
       watchable: whether `streams` takes a memory of fewer streams than there are.
     """
 
     model: Model
-    streams: Callable[[Params, EstimatorState, Chunk, Any], Result]
+    streams: Streams
     noisy: Noisy | None = None
     watchable: bool = False
+
+
+def over_streams(algorithm: Algorithm, params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Outcome:
+    """`Algorithm.run` for a batch of streams: everything has a leading axis for them but what they share."""
+    if algorithm.batch is not None:
+        return algorithm.batch(params, state, chunk, keys)
+
+    def one(state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Outcome, PyTree]:
+        outcome = algorithm.run(params, state, chunk, key)
+        return outcome._replace(state=outcome.state._replace(shared=None)), outcome.state.shared
+
+    outcome, shared = jax.vmap(one, in_axes=(STREAMS, 0, 0), out_axes=(0, None))(state, chunk, keys)
+    return outcome._replace(state=outcome.state._replace(shared=shared))
 
 
 def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) -> Engine:
@@ -140,87 +165,74 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
       noisy: what of its noise may be chosen from outside.
 
     Returns:
-      The estimator. Its `update` is traced once for each shape, whether the caller compiles it or not.
+      The estimator. Its functions are traced once for each shape, whether the caller compiles them or not.
     """
-    check_init, check_update, check_streams = _checks(model, algorithm)
+    check, check_many = checks_of(model, algorithm.init, algorithm.check, algorithm.uses_loss)
+    run, run_many = algorithm.run, functools.partial(over_streams, algorithm)
+    run_each = functools.partial(over_streams, algorithm._replace(batch=None))
 
-    @jax.jit
-    def compiled_streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
-        outcome = (algorithm.batch or in_parallel(algorithm.run))(params, state, fold_weight(chunk), keys)
-        new = outcome.state
-        if algorithm.learn is not None:
-            new = new._replace(shared=algorithm.learn(params, state, outcome._replace(state=new), chunk))
-        grads = jax.tree.map(lambda leaf: leaf / len(outcome.info.loss), algorithm.total(outcome.summands))
-        return grads, new, outcome.info
+    def alone(outcome: Outcome) -> Params:
+        return algorithm.total(as_stream(outcome.summands))
+
+    def mean(outcome: Outcome) -> Params:
+        return jax.tree.map(lambda leaf: leaf / len(outcome.info.loss), algorithm.total(outcome.summands))
+
+    def each(outcome: Outcome) -> Params:
+        return jax.vmap(lambda summands: algorithm.total(as_stream(summands)))(outcome.summands)
 
     @jax.jit
     def compiled(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
-        def as_stream(tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda leaf: leaf[None], tree)
-
-        outcome = algorithm.run(params, state, fold_weight(chunk), key)
+        outcome = run(params, state, fold_weight(chunk), key)
         new = outcome.state
         if algorithm.learn is not None:
             one, after = as_stream(outcome), as_stream(new)._replace(shared=new.shared)
             before = as_stream(state)._replace(shared=state.shared)
             new = new._replace(shared=algorithm.learn(params, before, one._replace(state=after), as_stream(chunk)))
-        return algorithm.total(as_stream(outcome.summands)), new, outcome.info
+        return alone(outcome), new, outcome.info
 
-    def checked_init(params: Params) -> EstimatorState:
-        check_init(params)
+    @jax.jit
+    def compiled_many(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
+        outcome = run_many(params, state, fold_weight(chunk), keys)
+        new = outcome.state
+        if algorithm.learn is not None:
+            new = new._replace(shared=algorithm.learn(params, state, outcome, chunk))
+        return mean(outcome), new, outcome.info
+
+    def init(params: Params) -> EstimatorState:
+        check.init(params)
         check_fits(jax.eval_shape(algorithm.init, params))
         return algorithm.init(params)
 
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
-        check_update(params, state, chunk, key)
+        check.update(params, bare(state), chunk, key)
         check_values(model, chunk)
-        return compiled(params, state, chunk, key)
+        return compiled(params, bare(state), chunk, key)
 
-    def streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
-        check_streams(params, state, chunk, keys)
+    def update_many(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
+        check_many.update(params, bare(state), chunk, keys)
         check_values(model, chunk)
-        return compiled_streams(params, state, chunk, keys)
+        return compiled_many(params, bare(state), chunk, keys)
 
-    return Engine(checked_init, update, model, streams, noisy, algorithm.batch is not None)
+    return Engine(
+        init,
+        update,
+        advancing(model, run, 1, check.advance),
+        crediting(run, alone, check.credit),
+        model=model,
+        streams=Streams(
+            update_many,
+            advancing(model, run_many, 2, check_many.advance),
+            crediting(run_many, mean, check_many.credit),
+            crediting(run_each, each, check_many.credit),
+        ),
+        noisy=noisy,
+        watchable=algorithm.batch is not None,
+    )
 
 
-def in_parallel(run: Callable[..., Outcome]) -> Callable[[Params, EstimatorState, Chunk, Any], Outcome]:
-    """`run` for many streams, each by itself."""
-
-    def batch(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Outcome:
-        def one(state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Outcome, PyTree]:
-            outcome = run(params, state, chunk, key)
-            return outcome._replace(state=outcome.state._replace(shared=None)), outcome.state.shared
-
-        outcome, shared = jax.vmap(one, in_axes=(STREAMS, 0, 0), out_axes=(0, None))(state, chunk, keys)
-        return outcome._replace(state=outcome.state._replace(shared=shared))
-
-    return batch
-
-
-def _checks(model: Model, algorithm: Algorithm) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
-    """What is checked before `init`, before `update`, and before `update` for a batch of streams."""
-    check_model(model)
-    expected = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-
-    @functools.cache
-    def expected_state(*dtypes: Any) -> EstimatorState:
-        """What `init` returns for parameters of these dtypes."""
-        leaves, structure = jax.tree.flatten(expected)
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
-        return jax.eval_shape(algorithm.init, jax.tree.unflatten(structure, shapes))
-
-    def one_stream(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> None:
-        check_params(expected, params)
-        check_state(state)
-        check_own_state(expected_state(*map(jnp.result_type, jax.tree.leaves(params))), state)
-        algorithm.check(chunk, check_chunk(model, chunk), key)
-
-    def many_streams(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> None:
-        first = EstimatorState(one_step(state.cell), one_step(state.memory), state.shared)
-        one_stream(params, first, one_step(chunk), one_step(keys))
-
-    return lambda params: check_params(expected, params), once_per_shape(one_stream), once_per_shape(many_streams)
+def as_stream(tree: PyTree) -> PyTree:
+    """As one of a batch: with a leading axis of length 1."""
+    return jax.tree.map(lambda leaf: leaf[None], tree)
 
 
 def transition(model: Model, params: Params, state: PyTree, x: PyTree) -> PyTree:

@@ -111,7 +111,8 @@ class Factored:
         factors = Factors(weight, state.memory.cotangent, Outer(like_params(params.cell, left), features))
         info = Info(loss, {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]})
         seen = Seen(jax.vmap(lambda state: ravel_pytree(state)[0])(kept["state"]), dl_dstate)
-        return Outcome((factors, head_grads), EstimatorState(cell_state, memory, state.shared), info, seen)
+        outputs = jax.vmap(self.model.cell.output)(kept["state"])
+        return Outcome((factors, head_grads), EstimatorState(cell_state, memory, state.shared), info, seen, outputs)
 
     def total(self, summands: tuple[Factors, PyTree]) -> Params:
         """The gradient, summed over streams."""

@@ -61,18 +61,19 @@ def stepwise(
                 cell_sum, contribution = jax.tree.map(jnp.add, cell_sum, contribution), None
             head_sum = jax.tree.map(jnp.add, head_sum, head_grads)
             seen = Seen(ravel_pytree(at.state)[0], dl_dstate)
-            return (at.state, after, cell_sum, head_sum), (Info(loss, diagnostics), contribution, seen)
+            kept = (Info(loss, diagnostics), contribution, seen, model.cell.output(at.state))
+            return (at.state, after, cell_sum, head_sum), kept
 
         zero = jax.tree.map(jnp.zeros_like, params)
         carry = (state.cell, state.memory, zero.cell if adds else None, zero.head)
         steps = (chunk.inputs, chunk.targets, chunk.reset, noise)
-        carry, (info, contributions, seen) = jax.lax.scan(step, carry, steps)
+        carry, (info, contributions, seen, outputs) = jax.lax.scan(step, carry, steps)
         cell_state, memory, cell_sum, head_sum = carry
         summands = (cell_sum if adds else contributions, head_sum)
-        return Outcome(summands, EstimatorState(cell_state, memory, state.shared), info, seen)
+        return Outcome(summands, EstimatorState(cell_state, memory, state.shared), info, seen, outputs)
 
     def total(summands: tuple[PyTree, PyTree]) -> Params:
         of_cell = influence.total or sum_over_streams
         return Params(of_cell(summands[0]), sum_over_streams(summands[1]))
 
-    return Algorithm(init, run, total, check)
+    return Algorithm(init, run, total, check, uses_loss=influence.uses_loss)

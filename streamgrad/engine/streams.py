@@ -1,15 +1,15 @@
 """Many streams at once."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from streamgrad._typing import PyTree
+from streamgrad._typing import Array, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
 from streamgrad.checks import check_at_most, check_batch, check_estimator, check_fits, check_size, once_per_shape
-from streamgrad.engine.estimator import STREAMS, Engine, Result
+from streamgrad.engine.acting import bare
+from streamgrad.engine.estimator import STREAMS, Engine, Result, Streams
 from streamgrad.keys import one_key_per_stream
 
 
@@ -26,7 +26,9 @@ def batched(est: GradientEstimator, batch_size: int, watched: int | None = None)
 
     Returns:
       The same record. `state` and `chunk` gain a leading batch axis (`inputs[B, T, ...]`), and so does `info`; what
-      the streams share (`state.shared`) does not. `key` is one key, which is split, or one for each stream.
+      the streams share (`state.shared`) does not. `key` is one key, which is split, or one for each stream. Also
+      `credit` is the mean over streams; `credit(params, state, dl_doutput, per_stream=True)` gives each stream's own
+      gradient, with a leading axis.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
@@ -43,7 +45,7 @@ def batched(est: GradientEstimator, batch_size: int, watched: int | None = None)
     if watched is not None:
         _check_watched(est, batch_size, watched)
     memories = watched or batch_size
-    run = est.streams if isinstance(est, Engine) else _mean_of_streams(est)
+    streams = est.streams if isinstance(est, Engine) else _mapped(est)
 
     def init(params: Params) -> EstimatorState:
         check_fits(jax.eval_shape(est.init, params), batch_size, memories)
@@ -58,9 +60,20 @@ def batched(est: GradientEstimator, batch_size: int, watched: int | None = None)
 
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
         check(state, chunk)
-        return run(params, state, chunk, one_key_per_stream(key, batch_size))
+        return streams.update(params, state, chunk, one_key_per_stream(key, batch_size))
 
-    return GradientEstimator(init, update)
+    def advance(
+        params: Params, state: EstimatorState, inputs: PyTree, key: Any, reset: Array | None = None
+    ) -> tuple[Array, EstimatorState]:
+        check(bare(state), Chunk(inputs, None, reset))
+        return streams.advance(params, state, inputs, one_key_per_stream(key, batch_size), reset)
+
+    def credit(params: Params, state: EstimatorState, dl_doutput: Array, per_stream: bool = False) -> PyTree:
+        if per_stream and memories < batch_size:
+            raise ValueError("only streams that are watched have credit of their own: leave watched out of batched.")
+        return (streams.credit_each if per_stream else streams.credit)(params, state, dl_doutput)
+
+    return GradientEstimator(init, update, advance, credit)
 
 
 def _check_watched(est: GradientEstimator, batch_size: int, watched: Any) -> None:
@@ -72,13 +85,28 @@ def _check_watched(est: GradientEstimator, batch_size: int, watched: Any) -> Non
         )
 
 
-def _mean_of_streams(est: GradientEstimator) -> Callable[[Params, EstimatorState, Chunk, Any], Result]:
-    """`update` for a batch of streams, for an estimator from elsewhere."""
+def _mapped(est: GradientEstimator) -> Streams:
+    """The functions of an estimator from elsewhere, for a batch of streams."""
+    axes = STREAMS._replace(trace=0)
+
+    def mean(grads: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads)
 
     @jax.jit
-    def run(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
-        many = jax.vmap(est.update, in_axes=(None, STREAMS, 0, 0), out_axes=(0, STREAMS, 0))
+    def update(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
+        many = jax.vmap(est.update, in_axes=(None, axes, 0, 0), out_axes=(0, axes, 0))
         grads, state, info = many(params, state, chunk, keys)
-        return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads), state, info
+        return mean(grads), state, info
 
-    return run
+    @jax.jit
+    def advance(
+        params: Params, state: EstimatorState, inputs: PyTree, keys: Any, reset: Array | None
+    ) -> tuple[Array, EstimatorState]:
+        many = jax.vmap(est.advance, in_axes=(None, axes, 0, 0, 0), out_axes=(0, axes))
+        return many(params, state, inputs, keys, reset)
+
+    @jax.jit
+    def credit_each(params: Params, state: EstimatorState, dl_doutput: Array) -> PyTree:
+        return jax.vmap(est.credit, in_axes=(None, axes, 0))(params, state, dl_doutput)
+
+    return Streams(update, advance, lambda *arguments: mean(credit_each(*arguments)), credit_each)

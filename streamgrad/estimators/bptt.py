@@ -59,8 +59,8 @@ def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
 def _plain(model: Model, recompute: int | None) -> Run:
     """Differentiate with respect to the parameters, whatever they are."""
 
-    def run(params: Params, state: PyTree, chunk: Chunk) -> tuple[PyTree, Float[Array, " T"]]:
-        """The state at the end of a stretch and the loss at each of its steps."""
+    def run(params: Params, state: PyTree, chunk: Chunk) -> tuple[PyTree, tuple[Array, Array]]:
+        """The state at the end of a stretch, and the loss and the output at each of its steps."""
         fresh = model.init_state(params)
 
         def step(state: PyTree, now: tuple) -> tuple[PyTree, Array]:
@@ -69,37 +69,37 @@ def _plain(model: Model, recompute: int | None) -> Run:
             return state, model.cell.output(state)
 
         state, outputs = jax.lax.scan(step, state, (chunk.inputs, chunk.reset))
-        return state, _losses(model, params.head, outputs, chunk)
+        return state, (_losses(model, params.head, outputs, chunk), outputs)
 
-    def run_again(params: Params, state: PyTree, chunk: Chunk, k: int) -> tuple[PyTree, Float[Array, " T"]]:
+    def run_again(params: Params, state: PyTree, chunk: Chunk, k: int) -> tuple[PyTree, tuple[Array, Array]]:
         """`run`, in stretches of k steps that the reverse pass computes again."""
         length = leading_length(chunk, "time")
         whole = length - length % k
         remembering = jax.checkpoint(run, prevent_cse=False)
 
-        def stretch(state: PyTree, chunk: Chunk) -> tuple[PyTree, Array]:
+        def stretch(state: PyTree, chunk: Chunk) -> tuple[PyTree, tuple[Array, Array]]:
             return remembering(params, state, chunk)
 
         stretches = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, k, *leaf.shape[1:]), chunk)
-        state, losses = jax.lax.scan(stretch, state, stretches)
-        losses = losses.reshape(-1)
+        state, found = jax.lax.scan(stretch, state, stretches)
+        found = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), found)
         if whole < length:
             state, rest = remembering(params, state, jax.tree.map(lambda leaf: leaf[whole:], chunk))
-            losses = jnp.concatenate([losses, rest])
-        return state, losses
+            found = jax.tree.map(lambda *parts: jnp.concatenate(parts), found, rest)
+        return state, found
 
     def chunkwise(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
         del key
 
-        def total(params: Params) -> tuple[Array, tuple[PyTree, Array]]:
+        def total(params: Params) -> tuple[Array, tuple[PyTree, Array, Array]]:
             if recompute is None:
-                end, losses = run(params, state.cell, chunk)
+                end, (losses, outputs) = run(params, state.cell, chunk)
             else:
-                end, losses = run_again(params, state.cell, chunk, recompute)
-            return jnp.sum(losses), (end, losses)
+                end, (losses, outputs) = run_again(params, state.cell, chunk, recompute)
+            return jnp.sum(losses), (end, losses, outputs)
 
-        grads, (end, losses) = jax.grad(total, has_aux=True)(params)
-        return Outcome(grads, EstimatorState(end, (), ()), Info(losses, {}))
+        grads, (end, losses, outputs) = jax.grad(total, has_aux=True)(params)
+        return Outcome(grads, EstimatorState(end, (), ()), Info(losses, {}), outputs=outputs)
 
     return chunkwise
 
@@ -129,10 +129,11 @@ def _with_outer_products(model: Model) -> Run:
 
             end, (outputs, a) = jax.lax.scan(step, state.cell, (chunk.inputs, chunk.reset, dz))
             losses = _losses(model, head, outputs, chunk)
-            return jnp.sum(losses), (end, losses, a)
+            return jnp.sum(losses), (end, losses, outputs, a)
 
-        grads, (end, losses, a) = jax.grad(total, argnums=(0, 1), has_aux=True)(still, params.head)
-        return Outcome((Outer(grads[0], a), grads[1]), EstimatorState(end, (), ()), Info(losses, {}))
+        grads, (end, losses, outputs, a) = jax.grad(total, argnums=(0, 1), has_aux=True)(still, params.head)
+        summands = (Outer(grads[0], a), grads[1])
+        return Outcome(summands, EstimatorState(end, (), ()), Info(losses, {}), outputs=outputs)
 
     return chunkwise
 

@@ -145,4 +145,4 @@ def kronecker(
     def total(contributions: list[Outer]) -> PyTree:
         return jax.tree.map(lambda *terms: sum(terms), *map(sum_outer, contributions))
 
-    return Influence(cut, init, advance, contract, draw, shared, total)
+    return Influence(cut, init, advance, contract, draw, shared, total, rescaling.uses_loss)

@@ -103,6 +103,8 @@ def reinforce(
 
     Returns:
       The estimator. Its diagnostics are `baseline`, `[T]`: under "noise_free", the loss of the network without noise.
+      `advance` gives the outputs of the noisy network. `credit` is the estimate for the loss that is linear in them,
+      dl_doutput · y_t: it is told no other. The baseline "average" looks at losses, and cannot advance without them.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, streamgrad as sg
@@ -171,13 +173,14 @@ def reinforce(
 
         cell_grads, new = _reinforced(memory._replace(average=average), loss, subtracted, chunk.reset, by_step, pull)
         state = EstimatorState(end[0], new._replace(twin=end[1]), shared)
-        return Outcome(Params(cell_grads, head_grads), state, Info(loss, {"baseline": subtracted}))
+        grads, outputs = Params(cell_grads, head_grads), jax.vmap(model.cell.output)(after[0])
+        return Outcome(grads, state, Info(loss, {"baseline": subtracted}), outputs=outputs)
 
     def check(chunk: Chunk, length: int, key: Any) -> None:
         del chunk, length
         source.check(key)
 
-    return estimator(model, Algorithm(init, run, check=check))
+    return estimator(model, Algorithm(init, run, check=check, uses_loss=baseline == "average"))
 
 
 def _reinforced(

@@ -100,7 +100,8 @@ def tbptt(model: Model, window: int) -> GradientEstimator:
         cell_grads = _backprop(model, params, past, credit)
         memory = jax.tree.map(lambda leaf: leaf[length:], past._replace(started=()))
         memory = memory._replace(started=jnp.ones((), bool))
-        return Outcome(Params(cell_grads, head_grads), EstimatorState(end, memory, ()), Info(loss, {}))
+        grads, outputs = Params(cell_grads, head_grads), jax.vmap(model.cell.output)(after)
+        return Outcome(grads, EstimatorState(end, memory, ()), Info(loss, {}), outputs=outputs)
 
     return estimator(model, Algorithm(init, run))
 

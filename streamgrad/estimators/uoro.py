@@ -108,7 +108,8 @@ def uoro(
     if inside == "backprop":
         _check_across(rescaling, cut=cut, groups=groups, q0=q0, immediate=immediate, form=form)
         algorithm = uoro_across(model, source, rescaling, blocks, shrink)
-        return estimator(model, algorithm._replace(check=noise_check(source, rescaling, chunks=True)))
+        check = noise_check(source, rescaling, chunks=True)
+        return estimator(model, algorithm._replace(check=check, uses_loss=shrink == "auto"))
     if blocks != 1 or shrink != 1:
         raise ValueError("blocks and shrink are for what lies before the chunk: they need inside='backprop'.")
     vertex = find_cut(model, cut)
@@ -201,7 +202,7 @@ def rank_one(
         past = jax.vmap(step.propagate)(before.tangent) @ dl_dstate
         return jax.tree.map(jnp.add, groups.scale(before.cotangent, past), step.backprop(dl_dstate))
 
-    return Influence(cut, init, advance, contract, draw, shared)
+    return Influence(cut, init, advance, contract, draw, shared, uses_loss=rescaling.uses_loss)
 
 
 def _check_across(rescaling: Rescaling, **options: Any) -> None:

@@ -86,7 +86,7 @@ def _reduce_once(
     With R R^T = C C^T and the eigenvectors V of C^T (L L^T) C, the rows of V^T C^T L are orthogonal and as long as the
     singular values, and those of V^T C^{-1} R are orthonormal. X = L^T (C V) (C V)^{-1} R holds for any invertible C
     and orthogonal V, and a term may be split between pieces in any proportions: neither the ridge under C nor the
-    rounding of V and σ biases anything.
+    rounding of V biases anything.
     """
     rank, terms = signs.shape
     scales = [jnp.max(jnp.abs(side)) for side in (left, right)]
@@ -98,17 +98,24 @@ def _reduce_once(
         ridge = 10 * eps * jnp.trace(gram) + jnp.finfo(gram.dtype).tiny ** 0.5
         c = jnp.linalg.cholesky(gram + ridge * jnp.eye(terms, dtype=gram.dtype))
         inner = c.T @ (left @ left.T) @ c
-        squares, vectors = jnp.linalg.eigh((inner + inner.T) / 2)
-        squares, vectors = squares[::-1], vectors[:, ::-1]
-        # Smaller ones are rounding. A floor leaves them their place, instead of dropping what might not be zero.
-        sigma = jnp.sqrt(jnp.maximum(squares, eps * squares[0] + jnp.finfo(gram.dtype).tiny ** 0.5))
+        vectors = _one_sign(jnp.linalg.eigh((inner + inner.T) / 2)[1][:, ::-1])
+        # Their lengths tell σ better than the roots of the eigenvalues, which say nothing below √eps of the largest.
+        orthogonal = (vectors.T @ c.T) @ left
+        sigma = jnp.sqrt(jnp.sum(orthogonal**2, axis=1))
+        sigma = jnp.where(sigma > 10 * terms * eps * jnp.max(sigma), sigma, 0)  # the rest is rounding
         lengths = pieces(sigma, rank)
-        mix = signs * jnp.sqrt(lengths / jnp.sum(lengths, axis=0, keepdims=True))
-        on_left = (mix / jnp.sqrt(sigma)[None]) @ vectors.T @ c.T
-        on_right = (mix * jnp.sqrt(sigma)[None]) @ vectors.T
-        on_right = jax.scipy.linalg.solve_triangular(c, on_right.T, lower=True, trans=1).T
+        alive = sigma > 0
+        safe = jnp.where(alive, sigma, 1)[None]
+        mix = signs * jnp.sqrt(lengths / jnp.where(alive, jnp.sum(lengths, axis=0), 1)[None])
+        on_right = jax.scipy.linalg.solve_triangular(c, ((mix * jnp.sqrt(safe)) @ vectors.T).T, lower=True, trans=1).T
     balance = jnp.sqrt(scales[0]) * jnp.sqrt(scales[1])
-    return balance * (on_left @ left), balance * (on_right @ right)
+    return balance * ((mix / jnp.sqrt(safe)) @ orthogonal), balance * (on_right @ right)
+
+
+def _one_sign(vectors: Float[Array, "m m"]) -> Float[Array, "m m"]:
+    """Eigenvectors with their largest entry positive: they have no sign of their own, and it must not be chance."""
+    largest = jnp.take_along_axis(vectors, jnp.argmax(jnp.abs(vectors), axis=0)[None], axis=0)
+    return vectors * jnp.where(largest < 0, -1, 1)
 
 
 def pieces(sigma: Float[Array, " m"], rank: int) -> Float[Array, "rank m"]:

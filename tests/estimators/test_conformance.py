@@ -86,6 +86,8 @@ def test_names_of_arguments(row, cut):
     est = make(row, cut, make_model("vanilla"))
     assert list(inspect.signature(est.init).parameters) == ["params"]
     assert list(inspect.signature(est.update).parameters) == ["params", "state", "chunk", "key"]
+    assert list(inspect.signature(est.advance).parameters) == ["params", "state", "inputs", "key", "reset"]
+    assert list(inspect.signature(est.credit).parameters) == ["params", "state", "dl_doutput"]
 
 
 def weigh(model, chunk):
@@ -340,9 +342,11 @@ def test_any_cell(row, cut):
 def test_the_key_decides_the_noise(row):
     model, params, chunk = setup()
     est = make(row, None, model)
-    first, again, other = (run(est, params, [chunk], jax.random.key(seed))[0] for seed in (1, 1, 2))
+    # Where the noise is that of what lies before the chunk, it takes two of them, and enough steps to be noisy about.
+    parts = list(split(chunk, (3, 1)))
+    first, again, *others = (run(est, params, parts, jax.random.key(seed))[0] for seed in (1, 1, 2, 3, 4, 5, 6))
     assert error(first, again) == 0
-    assert error(first.cell, other.cell) > 0
+    assert any(error(first.cell, other.cell) > 0 for other in others)  # a few signs may agree by chance
     with pytest.raises(ValueError, match="PRNG key"):
         est.update(params, est.init(params), chunk, None)
 
