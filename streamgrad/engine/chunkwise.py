@@ -20,10 +20,9 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, Info, Model, Params, real_dtype
-from streamgrad.engine.estimator import Algorithm, Outcome, restart
-from streamgrad.engine.unroll import unroll
-from streamgrad.step.linear import Linear, linear
-from streamgrad.step.weights import Outer, sum_outer
+from streamgrad.engine.estimator import Algorithm, Outcome
+from streamgrad.engine.passes import backward, forward, read_out
+from streamgrad.step.linear import linear
 
 
 class Crossing(NamedTuple):
@@ -57,8 +56,8 @@ class Across(NamedTuple):
       tangents: `tangents(memory) -> [r, S]`, what the forward pass takes along; None for nothing.
       draw: `draw(key, length, dtype) -> noise`, for a chunk of so many steps.
       shared: `shared(params) -> shared`, what all streams have in common.
-      block: `block(params, length) -> K`: a chunk of so many steps is walked through in blocks of at most K, each a
-        chunk of its own, which bounds memory and changes nothing where M is exact. None for chunks as they come.
+      block: `block(params, length)`: after how many steps of a chunk of `length` the reverse pass multiplies factors
+        out and adds them up, which bounds memory; `length` for never. None for never, whatever the length.
     """
 
     init: Callable[[PyTree, PyTree], PyTree]
@@ -123,26 +122,17 @@ def chunkwise(
         start = jax.vmap(lambda cell: ravel_pytree(cell)[0])(state.cell)
         by_time = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), chunk)
 
-        def stretch(carry: tuple, part: Chunk) -> tuple[tuple, tuple]:
-            """A block of the chunk: a chunk of its own."""
-            start, memory, shared, grads = carry
-            walk = _walk(model, params, across, start, memory, noise, part)
-            older, shared = across.older(shared, memory, walk.dl_dstart[:watched])
-            # The mean over the watched streams stands for all: streams are exchangeable.
-            cell = jax.tree.map(lambda inside, older: inside + streams * older, walk.inside, older)
-            grads = jax.tree.map(jnp.add, grads, Params(cell, walk.head))
-            memory, diagnostics = across.advance(shared, memory, noise, walk.crossing)
-            return (walk.end, memory, shared, grads), (walk.losses, walk.states, diagnostics)
-
-        carry = (start, state.memory, state.shared, jax.tree.map(jnp.zeros_like, params))
         block = across.block(params.cell, length) if across.block else length
-        carry, (losses, states, diagnostics) = _in_blocks(stretch, carry, by_time, block)
-        end, memory, shared, grads = carry
-        outputs = jax.vmap(jax.vmap(lambda vector: model.cell.output(unravel(vector))), in_axes=1)(states)
+        walk = _walk(model, params, across, start, state.memory, noise, by_time, block)
+        older, shared = across.older(state.shared, state.memory, walk.dl_dstart[:watched])
+        # The mean over the watched streams stands for all: streams are exchangeable.
+        cell = jax.tree.map(lambda inside, older: inside + streams * older, walk.inside, older)
+        memory, diagnostics = across.advance(shared, state.memory, noise, walk.crossing)
+        outputs = jax.vmap(jax.vmap(lambda vector: model.cell.output(unravel(vector))), in_axes=1)(walk.states)
         return Outcome(
-            jax.tree.map(lambda leaf: leaf[None], grads),
-            EstimatorState(jax.vmap(unravel)(end), memory, shared),
-            Info(losses.T, diagnostics),
+            jax.tree.map(lambda leaf: leaf[None], Params(cell, walk.head)),
+            EstimatorState(jax.vmap(unravel)(walk.end), memory, shared),
+            Info(walk.losses.T, diagnostics),
             outputs=outputs,
         )
 
@@ -170,132 +160,15 @@ def _walk(
     memory: PyTree,
     noise: PyTree,
     chunk: Chunk,
+    block: int,
 ) -> Walk:
     """Forward through a stretch with the tangents, and back with the losses' cotangent and those asked for."""
     fresh, unravel = ravel_pytree(model.init_state(params))
     maps = linear(model.cell, params.cell, unravel(fresh), jax.tree.map(lambda leaf: leaf[0, 0], chunk.inputs))
     tangents = None if across.tangents is None else jax.vmap(across.tangents)(memory)
-    end, moved, states, kept, features = _forward(maps, fresh, start, tangents, chunk)
-    losses, head, dl_dstate = _read_out(model, params, unravel, states, chunk)
+    end, moved, states, kept, features = forward(maps, fresh, start, tangents, chunk)
+    losses, head, dl_dstate = read_out(model, params, unravel, states, chunk)
     asks = jax.vmap(across.asks)(memory, noise)
-    cotangents, pulled, inside = _backward(maps, kept, features, params.cell, dl_dstate, asks, chunk.reset)
+    cotangents, pulled, inside = backward(maps, kept, features, params.cell, dl_dstate, asks, chunk.reset, block)
     reset = None if chunk.reset is None else jnp.any(chunk.reset[:, : len(asks)], axis=0)
     return Walk(end, states, losses, head, inside, cotangents[0], Crossing(cotangents[1], pulled, moved, reset))
-
-
-def _forward(
-    maps: Linear, fresh: Float[Array, " S"], start: Float[Array, "B S"], tangents: Array | None, chunk: Chunk
-) -> tuple[Array, Array | None, Array, PyTree, PyTree]:
-    """The state at the end, the tangents there; and of every step the state, what is kept of it, and its features."""
-
-    def one(state: Array, x: PyTree, reset: Array | None) -> tuple[Array, tuple]:
-        state = restart(reset, fresh, state)
-        new, kept, features = maps.take(state, x)
-        return new, (new, kept, features)
-
-    def along(state: Array, tangents: Array, x: PyTree, reset: Array | None) -> Array:
-        state = restart(reset, fresh, state)
-        moved = jax.vmap(lambda tangent: maps.push(state, x, tangent))(tangents)
-        return restart(reset, jnp.zeros_like(moved), moved)
-
-    def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
-        states, tangents = carry
-        new, result = jax.vmap(one)(states, *now)
-        if tangents is not None:
-            few = jax.tree.map(lambda leaf: leaf[: len(tangents)], (states, *now))
-            tangents = jax.vmap(along)(few[0], tangents, *few[1:])
-        return (new, tangents), result
-
-    (end, tangents), found = jax.lax.scan(step, (start, tangents), (chunk.inputs, chunk.reset), unroll=unroll())
-    return end, tangents, *found
-
-
-def _read_out(
-    model: Model, params: Params, unravel: Callable, states: Float[Array, "K B S"], chunk: Chunk
-) -> tuple[Float[Array, "K B"], PyTree, Float[Array, "K B S"]]:
-    """L_t, the head's gradient summed over streams and time, and dL_t/dh_t."""
-    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), (states, chunk.targets))
-    losses, head, dl_dstate = model.read_out_chunk(params.head, jax.vmap(unravel)(flat[0]), flat[1])
-    return losses.reshape(states.shape[:2]), head, dl_dstate.reshape(states.shape)
-
-
-def _backward(
-    maps: Linear,
-    kept: PyTree,
-    features: PyTree,
-    params: PyTree,
-    dl_dstate: Float[Array, "K B S"],
-    asks: Float[Array, "b R S"],
-    reset: Bool[Array, "K B"] | None,
-) -> tuple[tuple[Array, Array], PyTree, PyTree]:
-    """One reverse pass: the losses' cotangent of all streams, and those asked for of the first b.
-
-    Returns:
-      dL/dh_0 and the vectors asked for times Φ; what they are times Σ_s G_s J_s; and the gradient inside.
-    """
-    watched, count = asks.shape[:2]
-    everyone = watched == dl_dstate.shape[1]
-    factored = features is not None
-
-    def pulled(kept: PyTree, cotangents: Array, reset: Array | None) -> tuple[Array, PyTree]:
-        """Several cotangents of each stream, one step back."""
-        back, here = jax.vmap(jax.vmap(maps.pull, in_axes=(None, 0)))(kept, cotangents)
-        if reset is not None:
-            back = jnp.where(reset[:, None, None], 0, back)
-        return back, here
-
-    def add(total: PyTree | None, here: PyTree) -> PyTree:
-        return jax.tree.map(jnp.add, total, here)
-
-    def step(carry: tuple, now: tuple) -> tuple[tuple, tuple | None]:
-        (losses, asked), sums = carry
-        kept, dl_dstate, reset = now
-        losses = losses + dl_dstate[:, None]
-        if everyone:  # one product with the weights for both kinds
-            back, here = pulled(kept, jnp.concatenate([losses, asked], axis=1), reset)
-            back = back[:, :1], back[:, 1:]
-            here = tuple(jax.tree.map(lambda leaf, part=part: leaf[:, part], here) for part in SPLIT)
-        else:
-            few = jax.tree.map(lambda leaf: leaf[:watched], (kept, reset))
-            first, second = pulled(kept, losses, reset), pulled(few[0], asked, few[1])
-            back, here = (first[0], second[0]), (first[1], second[1])
-        return (back, None if factored else add(sums, here)), here if factored else None
-
-    begin = (jnp.zeros_like(dl_dstate[0])[:, None], asks)
-    sums = None
-    if not factored:
-        sums = tuple(
-            jax.tree.map(lambda leaf, shape=shape: jnp.zeros((*shape, *leaf.shape), leaf.dtype), params)
-            for shape in ((dl_dstate.shape[1], 1), (watched, count))
-        )
-    ((losses, asked), sums), here = jax.lax.scan(
-        step, (begin, sums), (kept, dl_dstate, reset), reverse=True, unroll=unroll()
-    )
-    if sums is not None:
-        inside = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=(0, 1)), sums[0])
-        return (losses[:, 0], asked), sums[1], inside
-    left = jax.tree.map(lambda leaf: leaf[:, :, 0], here[0])
-    few = jax.tree.map(lambda leaf: leaf[:, :watched], features)
-    return (losses[:, 0], asked), Outer(here[1], few), sum_outer(Outer(left, features))
-
-
-SPLIT = (slice(0, 1), slice(1, None))
-
-
-def _in_blocks(stretch: Callable, carry: tuple, chunk: Chunk, length: int) -> tuple[tuple, tuple]:
-    """Walk through a chunk in blocks of at most `length` steps; diagnostics are those of the last."""
-    steps = jax.tree.leaves(chunk.inputs)[0].shape[0]
-    if steps <= length:
-        return stretch(carry, chunk)
-    count = -(-steps // length)
-    length = -(-steps // count)  # of about the same size
-    whole = steps - steps % length
-    blocks = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, length, *leaf.shape[1:]), chunk)
-    carry, result = jax.lax.scan(stretch, carry, blocks)
-    losses, states = (leaf.reshape(whole, *leaf.shape[2:]) for leaf in result[:2])
-    diagnostics = jax.tree.map(lambda leaf: leaf[-1], result[2])
-    if whole < steps:
-        carry, rest = stretch(carry, jax.tree.map(lambda leaf: leaf[whole:], chunk))
-        losses, states = jnp.concatenate([losses, rest[0]]), jnp.concatenate([states, rest[1]])
-        diagnostics = rest[2]
-    return carry, (losses, states, diagnostics)

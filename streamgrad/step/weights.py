@@ -133,10 +133,10 @@ def project_blocks(left: list[Array], weights: PyTree) -> list[Array]:
 
 
 def steps_at_once(params: PyTree, vectors: int, length: int) -> int:
-    """In parts of how many steps a reverse pass of so many vectors goes through a chunk, for memory's sake.
+    """Through how many steps of a chunk a reverse pass of so many vectors goes before it multiplies factors out.
 
-    A step leaves a number for each vector and preactivation; M has one for each vector and weight. As long as a chunk
-    leaves less than M it is taken at once. In the loop over parts there is one M more, and they are shorter.
+    A step leaves a number for each vector and preactivation; M has one for each vector and weight. As long as a whole
+    chunk leaves no more than M, that is what is kept; else M's increment itself is, and a quarter as much.
     """
     weights, rows = sum(leaf.size for leaf in jax.tree.leaves(params)), sum(rows_of(params))
     if length * rows <= weights or length * rows * vectors <= LARGE:
@@ -164,7 +164,7 @@ def add_pulled(matrices: PyTree, pulled: PyTree) -> PyTree:
 
     def add(matrix: Array, left: Float[Array, "K b S rows"], right: Float[Array, "K b A"]) -> Array:
         size = matrix.shape[1]
-        parts = max(n for n in range(1, 9) if size % n == 0) if matrix.size > LARGE else 1
+        parts = max(n for n in range(1, 17) if size % n == 0) if matrix.size > LARGE else 1
         if parts == 1:
             return matrix + jnp.einsum("kbsn,kba->bsna", left, right)
 

@@ -1,0 +1,150 @@
+"""The two passes through a chunk of all streams: forward with tangents, and back with several cotangents at once."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from streamgrad._typing import Array, Bool, Float, PyTree
+from streamgrad.base import Chunk, Model, Params
+from streamgrad.engine.estimator import restart
+from streamgrad.engine.unroll import unroll
+from streamgrad.step.linear import Linear
+from streamgrad.step.weights import Outer, add_pulled, sum_outer
+
+
+def forward(
+    maps: Linear, fresh: Float[Array, " S"], start: Float[Array, "B S"], tangents: Array | None, chunk: Chunk
+) -> tuple[Array, Array | None, Array, PyTree, PyTree]:
+    """The state at the end, the tangents there; and of every step the state, what is kept of it, and its features."""
+
+    def one(state: Array, x: PyTree, reset: Array | None) -> tuple[Array, tuple]:
+        state = restart(reset, fresh, state)
+        new, kept, features = maps.take(state, x)
+        return new, (new, kept, features)
+
+    def along(state: Array, tangents: Array, x: PyTree, reset: Array | None) -> Array:
+        state = restart(reset, fresh, state)
+        moved = jax.vmap(lambda tangent: maps.push(state, x, tangent))(tangents)
+        return restart(reset, jnp.zeros_like(moved), moved)
+
+    def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
+        states, tangents = carry
+        new, result = jax.vmap(one)(states, *now)
+        if tangents is not None:
+            few = jax.tree.map(lambda leaf: leaf[: len(tangents)], (states, *now))
+            tangents = jax.vmap(along)(few[0], tangents, *few[1:])
+        return (new, tangents), result
+
+    (end, tangents), found = jax.lax.scan(step, (start, tangents), (chunk.inputs, chunk.reset), unroll=unroll())
+    return end, tangents, *found
+
+
+def read_out(
+    model: Model, params: Params, unravel: Callable, states: Float[Array, "K B S"], chunk: Chunk
+) -> tuple[Float[Array, "K B"], PyTree, Float[Array, "K B S"]]:
+    """L_t, the head's gradient summed over streams and time, and dL_t/dh_t."""
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), (states, chunk.targets))
+    losses, head, dl_dstate = model.read_out_chunk(params.head, jax.vmap(unravel)(flat[0]), flat[1])
+    return losses.reshape(states.shape[:2]), head, dl_dstate.reshape(states.shape)
+
+
+def backward(
+    maps: Linear,
+    kept: PyTree,
+    features: PyTree,
+    params: PyTree,
+    dl_dstate: Float[Array, "K B S"],
+    asks: Float[Array, "b R S"],
+    reset: Bool[Array, "K B"] | None,
+    block: int,
+) -> tuple[tuple[Array, Array], PyTree, PyTree]:
+    """One reverse pass: the losses' cotangent of all streams, and those asked for of the first b.
+
+    Args:
+      maps: the steps' linear maps.
+      kept: what they need, of every step; from `forward`.
+      features: of every step, or None where the cell has no preactivations; likewise.
+      params: the cell's parameters.
+      dl_dstate: dL_t/dh_t.
+      asks: the vectors that are taken along from the chunk's end.
+      reset: where episodes begin.
+      block: after how many steps factors are multiplied out.
+
+    Returns:
+      dL/dh_0 and the vectors asked for times Φ; what they are times Σ_s G_s J_s, as in `Crossing`; and the gradient
+      inside the chunk.
+    """
+    length, streams = dl_dstate.shape[:2]
+    watched, count = asks.shape[:2]
+
+    def zeros(*shape: int) -> PyTree:
+        return jax.tree.map(lambda leaf: jnp.zeros((*shape, *leaf.shape), leaf.dtype), params)
+
+    begin = (jnp.zeros_like(dl_dstate[0])[:, None], asks)
+    steps = (kept, dl_dstate, reset)
+    one_step = _one_step(maps, watched == streams)
+    if features is None:
+
+        def step(carry: tuple, now: tuple) -> tuple[tuple, None]:
+            cotangents, sums = carry
+            cotangents, here = one_step(cotangents, now)
+            return (cotangents, jax.tree.map(jnp.add, sums, here)), None
+
+        sums = (zeros(streams, 1), zeros(watched, count))
+        (cotangents, sums), _ = jax.lax.scan(step, (begin, sums), steps, reverse=True, unroll=unroll())
+        inside = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=(0, 1)), sums[0])
+        return (cotangents[0][:, 0], cotangents[1]), sums[1], inside
+
+    few = jax.tree.map(lambda leaf: leaf[:, :watched], features)
+    if block >= length:
+        cotangents, (left, asked) = jax.lax.scan(one_step, begin, steps, reverse=True, unroll=unroll())
+        pulled = Outer(asked, few)
+    else:
+
+        def stretch(carry: tuple, part: tuple) -> tuple[tuple, PyTree]:
+            cotangents, pulled = carry
+            steps, few = part
+            cotangents, (left, asked) = jax.lax.scan(one_step, cotangents, steps, reverse=True, unroll=unroll())
+            return (cotangents, add_pulled(pulled, Outer(asked, few))), left
+
+        carry = (begin, zeros(watched, count))
+        (cotangents, pulled), left = _in_blocks(stretch, carry, (steps, few), length, block)
+    left = jax.tree.map(lambda leaf: leaf[:, :, 0], left)
+    return (cotangents[0][:, 0], cotangents[1]), pulled, sum_outer(Outer(left, features))
+
+
+def _one_step(maps: Linear, everyone: bool) -> Callable[[tuple, tuple], tuple[tuple, tuple]]:
+    """One step back with both kinds of cotangents, `[B, 1, S]` and `[b, R, S]`; b is B for `everyone`."""
+
+    def pull(kept: PyTree, cotangents: Array, reset: Array | None) -> tuple[Array, PyTree]:
+        back, here = jax.vmap(jax.vmap(maps.pull, in_axes=(None, 0)))(kept, cotangents)
+        return back if reset is None else jnp.where(reset[:, None, None], 0, back), here
+
+    def step(cotangents: tuple, now: tuple) -> tuple[tuple, tuple]:
+        losses, asked = cotangents
+        kept, dl_dstate, reset = now
+        losses = losses + dl_dstate[:, None]
+        if everyone:  # one product with the weights for both kinds
+            back, here = pull(kept, jnp.concatenate([losses, asked], axis=1), reset)
+            first, second = (jax.tree.map(lambda leaf, p=p: leaf[:, p], here) for p in (slice(0, 1), slice(1, None)))
+            return (back[:, :1], back[:, 1:]), (first, second)
+        some, some_resets = jax.tree.map(lambda leaf: leaf[: len(asked)], (kept, reset))
+        (losses, first), (asked, second) = pull(kept, losses, reset), pull(some, asked, some_resets)
+        return (losses, asked), (first, second)
+
+    return step
+
+
+def _in_blocks(stretch: Callable, carry: tuple, steps: PyTree, length: int, block: int) -> tuple[tuple, PyTree]:
+    """Go back in blocks of about so many steps; what comes before the first whole one is the last of them."""
+    count = -(-length // block)
+    block = -(-length // count)
+    rest = length % block
+    parts = jax.tree.map(lambda leaf: leaf[rest:].reshape(-1, block, *leaf.shape[1:]), steps)
+    carry, found = jax.lax.scan(stretch, carry, parts, reverse=True)
+    found = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
+    if rest:
+        carry, first = stretch(carry, jax.tree.map(lambda leaf: leaf[:rest], steps))
+        found = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, found)
+    return carry, found
