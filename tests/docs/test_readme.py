@@ -13,7 +13,7 @@ from streamgrad.estimators import markdown_table
 from tests.tools import ROOT, code_blocks, error, make_chunk, make_model, make_params, run
 
 README = ROOT / "README.md"
-PAGES = ("README.md", "docs/variance.md", "docs/carried.md", "docs/reinforce.md")
+PAGES = ("README.md", "docs/variance.md", "docs/carried.md", "docs/acting.md", "docs/reinforce.md")
 MARKS = ("<!-- estimators -->\n", "<!-- /estimators -->")
 
 
@@ -27,7 +27,7 @@ def test_table_is_the_registry():
 
 
 def test_examples_run_as_printed():
-    """In a fresh interpreter, as a newcomer would, in float32; and the printed loss is as good as the README says.
+    """In a fresh interpreter, as a newcomer would, in float32; and what they print is as good as the pages say.
 
     Each block begins with no names, so that it can be copied on its own.
     """
@@ -42,8 +42,10 @@ def test_examples_run_as_printed():
     )
     assert done.returncode == 0, done.stderr
     loss = re.search(r"loss (\d\.\d+), chance 0.693", done.stdout)
-    assert loss, done.stdout
+    reward = re.search(r"reward (\d\.\d+), chance 0.50", done.stdout)
+    assert loss and reward, done.stdout
     assert float(loss[1]) < 0.05
+    assert float(reward[1]) > 0.95
 
 
 def test_example_of_contributing_conforms():
