@@ -31,6 +31,7 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Cut, EstimatorState, Info, Model, Params, real_dtype
 from streamgrad.checks import leading_length
 from streamgrad.engine.estimator import Algorithm, Outcome, Seen, restart, sum_over_streams
+from streamgrad.engine.unroll import unroll
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling, Terms
 from streamgrad.noise.shaping import Shaped
@@ -54,8 +55,6 @@ class Factors(NamedTuple):
 
 # Steps after which GIR's projections of all later steps are brought up to date.
 FEW = 8
-# Steps that are compiled into one turn of the loop: its own cost is noticeable beside a step of a small network.
-UNROLL = 2
 
 
 def block_length(length: int, size: int) -> int:
@@ -155,7 +154,7 @@ class Factored:
             inside = [jax.lax.dynamic_slice_in_dim(leaf, offset, count, axis=2) for leaf in known.v_v]
             steps = (inputs, reset, right, _Known(inside, known.square))
         step = functools.partial(self._step, params, self.init(params), alpha)
-        end, kept = jax.lax.scan(step, (*begin, here), (jnp.arange(count), steps), unroll=UNROLL)
+        end, kept = jax.lax.scan(step, (*begin, here), (jnp.arange(count), steps), unroll=unroll())
         if known is not None:
             sigma, c = _left_at_the_end(*_cotangent_scales(kept["scales"], reset))
             ahead = _look_further_ahead(self.groups, ahead, known.v_v, kept["features"], sigma, c)

@@ -10,6 +10,7 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model, check_size, leading_length
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams, transition
+from streamgrad.engine.unroll import unroll
 from streamgrad.step.weights import Outer, sum_outer, zero_rows
 
 Run = Callable[[Params, EstimatorState, Chunk, Any], Outcome]
@@ -68,7 +69,7 @@ def _plain(model: Model, recompute: int | None) -> Run:
             state = transition(model, params, restart(reset, fresh, state), x)
             return state, model.cell.output(state)
 
-        state, outputs = jax.lax.scan(step, state, (chunk.inputs, chunk.reset))
+        state, outputs = jax.lax.scan(step, state, (chunk.inputs, chunk.reset), unroll=unroll())
         return state, (_losses(model, params.head, outputs, chunk), outputs)
 
     def run_again(params: Params, state: PyTree, chunk: Chunk, k: int) -> tuple[PyTree, tuple[Array, Array]]:
@@ -127,7 +128,7 @@ def _with_outer_products(model: Model) -> Run:
                 state = same_dtype(cut.inject(params.cell, state, x, dz), state)
                 return state, (model.cell.output(state), a)
 
-            end, (outputs, a) = jax.lax.scan(step, state.cell, (chunk.inputs, chunk.reset, dz))
+            end, (outputs, a) = jax.lax.scan(step, state.cell, (chunk.inputs, chunk.reset, dz), unroll=unroll())
             losses = _losses(model, head, outputs, chunk)
             return jnp.sum(losses), (end, losses, outputs, a)
 
