@@ -57,6 +57,13 @@ def check_number(**numbers: Any) -> None:
             raise ValueError(f"{name} must be a finite number, not {value!r}.")
 
 
+def check_flag(**flags: Any) -> None:
+    """Each of `flags` is True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, not {value!r}.")
+
+
 def check_callable(**functions: Any) -> None:
     """Each of `functions` can be called."""
     for name, value in functions.items():

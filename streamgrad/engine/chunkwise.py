@@ -92,9 +92,7 @@ class Walk(NamedTuple):
     crossing: Crossing
 
 
-def chunkwise(
-    model: Model, across: Across, check: Callable[[Chunk, int, Any], None] = lambda *_: None
-) -> Algorithm:
+def chunkwise(model: Model, across: Across, check: Callable[[Chunk, int, Any], None] = lambda *_: None) -> Algorithm:
     """An estimator that backpropagates inside chunks and has an influence across them.
 
     Args:

@@ -57,10 +57,10 @@ ROWS = (
         "backpropagation through the chunk; `recompute=k` stores T/k + k states",
     ),
     Row(
-        "tbptt", tbptt, "biased", "window P", "window S", (),
-        "every loss reaches back `window` steps, also across chunks",
+        "tbptt", tbptt, "biased", "window/every P", "window S", (),
+        "losses reach back `window` steps, also across chunks; `every=k` sends those of k steps back together",
         MappingProxyType({"window": 3}),
-        (MappingProxyType({"window": 10}),),
+        (MappingProxyType({"window": 10}), MappingProxyType({"window": 10, "every": 5})),
     ),
     Row(
         "rtrl", rtrl, "exact", "S P + S² P / K", "S P", (),

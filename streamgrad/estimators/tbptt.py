@@ -1,166 +1,340 @@
-"""Truncated backpropagation through time with the same reach for every loss, across chunks."""
+"""Truncated backpropagation through time, across chunks: BPTT(h; h') with any h and h', rolling windows among them."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from streamgrad._typing import Array, Bool, Float, PyTree
+from streamgrad._typing import Array, Bool, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
-from streamgrad.checks import check_model, check_size, leading_length
-from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, transition
+from streamgrad.checks import check_flag, check_model, check_size, leading_length
+from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams
+from streamgrad.step.copies import in_copies
+from streamgrad.step.weights import Outer, sum_outer, zero_rows
 
 
 class Past(NamedTuple):
-    """The last window - 1 steps, oldest first.
+    """The last window - every steps, oldest first.
 
     Attributes:
-      states: the state that each step began with.
+      states: the state that each step began with; with `replay` that of the oldest step alone.
       inputs: what each step read.
       begins: whether no credit may pass to before the step: an episode begins with it, or nothing was there yet.
-      started: whether there was any step at all.
+      steps: how many of these steps there have been; fewer than all of them at the beginning of a stream.
     """
 
     states: PyTree
     inputs: PyTree
     begins: Bool[Array, " W"]
-    started: Bool[Array, ""]
+    steps: Int[Array, ""]
 
 
-def tbptt(model: Model, window: int) -> GradientEstimator:
-    """Each loss reaches back `window` steps, its own among them: Σ_t Σ_{t-window < s <= t} dL_t/dθ_s.
+def tbptt(model: Model, window: int, every: int = 1, replay: bool = False) -> GradientEstimator:
+    """The losses of each block of `every` steps go back together, through the last `window` steps of the stream.
 
-    The reach does not depend on how the stream is cut into chunks: the last `window - 1` states and inputs are kept
-    from one chunk to the next. If the parameters have changed since, the old steps are differentiated at the states
-    that the stream really visited and at the new parameters.
+        Σ_t Σ_{e(t) - window < s <= t} dL_t/dθ_s,    e(t) the last step of the block that t is in
+
+    A loss reaches back between `window - every + 1` and `window` steps, its own among them. With `every=1` each loss
+    reaches back exactly `window` steps; with `every=window` blocks know nothing of each other, and a chunk of one block
+    is what `bptt` makes of it. The reach does not depend on how the stream is cut into chunks: the last
+    `window - every` states and inputs are kept from one chunk to the next.
+
+    If the parameters have changed since, the stored steps are differentiated at the new parameters and at the states
+    that the stream really visited. Those are no trajectory of the new parameters, which matters where parameters change
+    much within a window, as with an update at every step. `replay` makes them one: of the stored states the oldest
+    alone is kept, and all later ones are computed again from it and the stored inputs. The state of the network, and
+    what the head reads, then is what the current parameters would have reached from `window - every` steps ago. While
+    parameters stay the same, it changes nothing.
 
     Args:
       model: the model whose gradients are estimated.
-      window: at least 1. With 1, only the immediate effect of the parameters counts.
+      window: how many steps credit goes back, counted from the end of a block; at least `every`. With 1, only the
+        immediate effect of the parameters counts.
+      every: steps in a block. The length of a chunk must be a multiple of it.
+      replay: whether stored steps are taken again with the current parameters. It costs no time, as stored steps are
+        linearised in any case, and stores one state in place of `window - every`. The state that an update is given
+        then counts at the beginning of a stream alone.
 
     Returns:
-      The estimator. Time is `window` reverse steps per step, all steps of a chunk in parallel.
+      The estimator. Each chunk is one forward pass over the stored steps and its own, and a reverse pass for as many
+      blocks as there are in the chunk or in the window, whichever is less: a little over `window / every` reverse
+      steps per step on long chunks, and the price of `bptt` with `every=window`.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.squared_error(1))
       >>> params = model.init(jax.random.key(0))
-      >>> est = sg.tbptt(model, window=3)
-      >>> chunk = sg.Chunk(jnp.ones((1, 2)), jnp.zeros((1, 1)))  # one step at a time
+      >>> est = sg.tbptt(model, window=6, every=2)
+      >>> chunk = sg.Chunk(jnp.ones((2, 2)), jnp.zeros((2, 1)))  # two steps at a time
       >>> grads, state, info = est.update(params, est.init(params), chunk, key=None)
       >>> state.memory.inputs.shape
-      (2, 2)
+      (4, 2)
 
     References:
       Williams and Peng, An efficient gradient-based algorithm for on-line training of recurrent network
-      trajectories, 1990.
+      trajectories, 1990: BPTT(h; h') with h = window, h' = every.
     """
     check_model(model)
-    check_size(window=window)
-    example = model.cell.example_input
-    if example is None and window > 1:
+    check_size(window=window, every=every)
+    check_flag(replay=replay)
+    if window < every:
+        raise ValueError(
+            f"window must be at least every, as the losses of so many steps go back together, but window={window} and "
+            f"every={every}."
+        )
+    if model.cell.example_input is None and window > every:
         raise ValueError(
             "tbptt stores inputs across chunks: give cells.from_function an example_input, one x or its shape."
         )
-    kept = window - 1
+    # As Python's own numbers: a caller's may be numpy's, of any width.
+    return estimator(model, _Truncated(model, int(window), int(every), replay).algorithm())
 
-    def stored(x: Any, dtype: Any) -> Array:
-        """One leaf of the inputs in the dtype in which it is kept: that of the parameters, if it is real."""
-        return jnp.asarray(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
 
-    def init(params: Params) -> EstimatorState:
-        state = model.init_state(params)
-        dtype = real_dtype(params.cell)
+@dataclasses.dataclass(frozen=True)
+class _Truncated:
+    """The algorithm for one stream.
+
+    Attributes:
+      model: the model whose gradients are estimated.
+      window: as in `tbptt`.
+      every: likewise.
+      replay: likewise.
+    """
+
+    model: Model
+    window: int
+    every: int
+    replay: bool
+
+    @property
+    def kept(self) -> int:
+        """How many steps are stored."""
+        return self.window - self.every
+
+    @property
+    def outer(self) -> bool:
+        """Whether the weights' gradient is a product of displacements and features, one for all steps, as in `bptt`."""
+        return "preactivation" in self.model.cell.cuts
+
+    def algorithm(self) -> Algorithm:
+        """As `streamgrad.engine.estimator` takes it."""
+        return Algorithm(self.init, self.run, _sum_outer_products if self.outer else sum_over_streams, self.check)
+
+    def check(self, chunk: Chunk, length: int, key: Any) -> None:
+        """A chunk is made of whole blocks."""
+        del chunk, key
+        if length % self.every:
+            raise ValueError(
+                f"the number of steps in a chunk must be a multiple of every={self.every}, but this chunk has {length}."
+            )
+
+    def init(self, params: Params) -> EstimatorState:
+        """Nothing stored yet."""
+        state = self.model.init_state(params)
+        if not self.kept:
+            return EstimatorState(state, (), ())
+
+        def repeated(leaf: Array) -> Array:
+            return jnp.repeat(leaf[None], 1 if self.replay else self.kept, axis=0)
+
+        zeros = jax.tree.map(lambda x: jnp.zeros((self.kept, *x.shape), x.dtype), self.model.cell.example_input)
         past = Past(
-            jax.tree.map(lambda leaf: jnp.repeat(leaf[None], kept, axis=0), state),
-            jax.tree.map(lambda leaf: stored(jnp.zeros((kept, *leaf.shape), leaf.dtype), dtype), example),
-            jnp.ones(kept, bool),
-            jnp.zeros((), bool),
+            jax.tree.map(repeated, state),
+            _as_stored(params, zeros, zeros),
+            jnp.ones(self.kept, bool),
+            jnp.zeros((), jnp.int32),
         )
         return EstimatorState(state, past, ())
 
-    def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
+    def run(self, params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
+        """A chunk: forward through stored steps and its own, then back."""
         del key
-        fresh = model.init_state(params)
         length = leading_length(chunk, "time")
-
-        def forward(state: PyTree, now: tuple) -> tuple[PyTree, tuple]:
-            x, reset = now
-            before = restart(reset, fresh, state)
-            after = transition(model, params, before, x)
-            return after, (before, after)
-
-        end, (before, after) = jax.lax.scan(forward, state.cell, (chunk.inputs, chunk.reset))
-        loss, head_grads, dl_dstate = model.read_out_chunk(params.head, after, chunk.targets)
-
-        begins = jnp.zeros(length, bool) if chunk.reset is None else chunk.reset
-        past = _append(state.memory, before, chunk.inputs, begins)
-        credit = _credit(model, params, past, dl_dstate, window)
-        cell_grads = _backprop(model, params, past, credit)
-        memory = jax.tree.map(lambda leaf: leaf[length:], past._replace(started=()))
-        memory = memory._replace(started=jnp.ones((), bool))
-        grads, outputs = Params(cell_grads, head_grads), jax.vmap(model.cell.output)(after)
-        return Outcome(grads, EstimatorState(end, memory, ()), Info(loss, {}), outputs=outputs)
-
-    return estimator(model, Algorithm(init, run))
-
-
-def _append(past: Past, states: PyTree, inputs: PyTree, begins: Bool[Array, " T"]) -> Past:
-    """The past followed by the steps of a chunk; the very first step of a stream begins an episode."""
-
-    def join(old: Array, new: Array) -> Array:
-        return jnp.concatenate([old, jnp.asarray(new, old.dtype)])
-
-    begins = begins.at[0].set(begins[0] | ~past.started)
-    inputs = inputs if past.inputs is None else jax.tree.map(join, past.inputs, inputs)
-    return Past(jax.tree.map(join, past.states, states), inputs, join(past.begins, begins), past.started)
-
-
-def _step(model: Model, params: PyTree, vector: Array, like: PyTree, x: PyTree) -> Float[Array, " S"]:
-    """F over a ravelled state."""
-    state = ravel_pytree(like)[1](vector)
-    return ravel_pytree(model.cell.step(params, state, x))[0].astype(vector.dtype)
-
-
-def _credit(
-    model: Model, params: Params, past: Past, dl_dstate: Float[Array, "T S"], window: int
-) -> Float[Array, "L S"]:
-    """Σ_t dL_t/dh_s over the losses of the chunk that reach step s, for every step s of past and chunk.
-
-    All losses go back together: after k rounds, `reach[t]` is dL_t/dh_{t-k}.
-    """
-    length = dl_dstate.shape[0]
-    kept = window - 1
-
-    def back(reach: Array, state: PyTree, x: PyTree, begins: Array) -> Array:
-        vector, _ = ravel_pytree(state)
-        _, vjp = jax.vjp(lambda vector: _step(model, params.cell, vector, state, x), vector)
-        return jnp.where(begins, 0, vjp(reach)[0])
-
-    def round_(carry: tuple[Array, Array], k: Array) -> tuple[tuple[Array, Array], None]:
-        reach, credit = carry
-        here = jax.lax.dynamic_slice_in_dim(credit, kept - k, length)
-        credit = jax.lax.dynamic_update_slice_in_dim(credit, here + reach, kept - k, axis=0)
-        slices = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, kept - k, length),
-            (past.states, past.inputs, past.begins),
+        if self.kept:
+            chunk = chunk._replace(inputs=_as_stored(params, state.memory.inputs, chunk.inputs))
+        displaced = params.cell
+        if self.outer:
+            displaced = [zero_rows(params.cell, steps) for steps in (self.kept, length) if steps]
+        after, pull, (end, memory, features) = jax.vjp(
+            lambda displaced: self._forward(params, displaced, state, chunk, length), displaced, has_aux=True
         )
-        return (jax.vmap(back)(reach, *slices), credit), None
+        loss, head_grads, dl_dstate = self.model.read_out_chunk(params.head, after, chunk.targets)
+        (cell_grads,) = pull(jax.vmap(ravel_pytree(end)[1])(dl_dstate))
+        summands = Params(cell_grads, head_grads)
+        if self.outer:
+            summands = ([Outer(dz, a) for dz, a in zip(cell_grads, features, strict=True)], head_grads)
+        outputs = jax.vmap(self.model.cell.output)(after)
+        return Outcome(summands, EstimatorState(end, memory, ()), Info(loss, {}), outputs=outputs)
 
-    nothing = jnp.zeros((kept + length, dl_dstate.shape[1]), dl_dstate.dtype)
-    (_, credit), _ = jax.lax.scan(round_, (dl_dstate, nothing), jnp.arange(window))
-    return credit
+    def _forward(
+        self, params: Params, displaced: PyTree, state: EstimatorState, chunk: Chunk, length: int
+    ) -> tuple[PyTree, tuple]:
+        """The chunk's states, each with the derivative that the window of its block leaves it.
+
+        Args:
+          params: the parameters.
+          displaced: what is differentiated: displacements of all preactivations, in a list of those of the stored
+            steps, if there are any, and those of the chunk; or else the cell's parameters.
+          state: at the beginning of the chunk.
+          chunk: its inputs as they are stored.
+          length: its number of steps.
+
+        Returns:
+          The states, and what is not differentiated: the last one, the memory, and the features in a list like that of
+          the displacements.
+        """
+        kept, cell, past, begins = self.kept, state.cell, state.memory, chunk.reset
+        starts, own = _windows(length, self.window, self.every)
+        copies = _no_derivative(cell, starts.shape[1])
+        step = self._step(params, displaced)
+        *dz_stored, dz = displaced if self.outer else [None] * (2 if kept else 1)
+        features, before = [], None
+        if kept:
+            # The very first step of a stream begins an episode: there is nothing before it that could get credit.
+            begins = jnp.zeros(length, bool) if begins is None else begins
+            begins = begins.at[0].set(begins[0] | (past.steps == 0))
+            stored = _Now(past.inputs, dz_stored[0], *_cuts(starts[:kept], own[:kept], past.begins), past.states)
+            if self.replay:
+                # The oldest step begins with the state that is kept; where there was none yet, the state stays.
+                cell = restart(past.steps == 0, cell, jax.tree.map(lambda leaf: leaf[0], past.states))
+                age = jnp.arange(kept) - (kept - past.steps)
+                stored = stored._replace(given=None, reset=past.begins & (age > 0), stays=age < 0)
+            (reached, copies), (before, _, stored_features) = jax.lax.scan(step, (cell, copies), stored)
+            cell = reached if self.replay else cell
+            features.append(stored_features)
+        now = _Now(chunk.inputs, dz, *_cuts(starts[kept:], own[kept:], begins), reset=chunk.reset)
+        (end, _), (states, after, chunk_features) = jax.lax.scan(step, (cell, copies), now)
+        memory = self._remember(past, before, states, chunk.inputs, begins, length) if kept else ()
+        return after, (end, memory, [*features, chunk_features])
+
+    def _step(self, params: Params, displaced: PyTree) -> Callable[[tuple, "_Now"], tuple[tuple, tuple]]:
+        """One step as the scans take it: the state and its copies go in and out.
+
+        Beside them it returns the state that it began with, the new one with its derivative, and the features.
+        """
+        cell, fresh = self.model.cell, self.model.init_state(params)
+        cut = cell.cuts.get("preactivation")
+
+        def transition(params: PyTree, displaced: PyTree, state: PyTree, x: PyTree) -> PyTree:
+            new = cell.step(displaced, state, x) if cut is None else cut.inject(params, state, x, displaced)
+            return same_dtype(new, state)
+
+        copied = in_copies(transition)
+
+        def step(carry: tuple, now: _Now) -> tuple[tuple, tuple]:
+            state, copies = carry
+            before = restart(now.reset, fresh, state) if now.given is None else now.given
+            features = None
+            if cut is not None:
+                assert cut.features is not None
+                features = cut.features(params.cell, before, now.x)
+            moved = displaced if cut is None else now.dz
+            new, copies, seen = copied(params.cell, moved, before, copies, now.x, now.starts, now.own, now.begins)
+            return (restart(now.stays, before, new), copies), (before, seen, features)
+
+        return step
+
+    def _remember(
+        self, past: Past, replayed: PyTree, states: PyTree, inputs: PyTree, begins: Array | None, length: int
+    ) -> Past:
+        """The last steps after a chunk; `replayed` and `states` are what stored steps and the chunk's began with."""
+        if self.replay:
+            source, oldest = (replayed, length) if length < self.kept else (states, length - self.kept)
+            states = jax.tree.map(lambda leaf: leaf[oldest][None], source)
+        else:
+            states = jax.tree.map(_latest, past.states, states)
+        inputs = jax.tree.map(_latest, past.inputs, inputs)
+        assert begins is not None
+        return Past(states, inputs, _latest(past.begins, begins), jnp.minimum(past.steps + length, self.kept))
 
 
-def _backprop(model: Model, params: Params, past: Past, credit: Float[Array, "L S"]) -> PyTree:
-    """Σ_s credit_s dh_s/dθ_s, in one reverse pass over all steps at once."""
+class _Now(NamedTuple):
+    """What one step needs beside the state.
 
-    def all_steps(cell_params: PyTree) -> Float[Array, "L S"]:
-        def one(state: PyTree, x: PyTree) -> Array:
-            return _step(model, cell_params, ravel_pytree(state)[0], state, x)
+    Attributes:
+      x: what it reads.
+      dz: the displacement of its preactivations; None where parameters are differentiated.
+      starts: as in `in_copies`.
+      own: likewise.
+      begins: likewise.
+      given: the state that it begins with, where that is stored.
+      reset: whether it begins an episode.
+      stays: whether the state stays as it is.
+    """
 
-        return jax.vmap(one)(past.states, past.inputs)
+    x: PyTree
+    dz: PyTree
+    starts: Array | None
+    own: Array | None
+    begins: Array | None
+    given: PyTree = None
+    reset: Array | None = None
+    stays: Array | None = None
 
-    _, vjp = jax.vjp(all_steps, params.cell)
-    return vjp(credit)[0]
+
+def _windows(length: int, window: int, every: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where windows start in which copy of the state, and which copy each step belongs to.
+
+    Windows that overlap need copies of their own, so that there are as many as overlap: block b has copy b modulo their
+    number. The window of its last block is over when the next one starts.
+
+    Args:
+      length: of the chunk.
+      window: as in `tbptt`.
+      every: likewise.
+
+    Returns:
+      `[L, copies]` and `[L]` over stored steps and chunk. Nothing need be forgotten at the first of all steps, and no
+      loss is read from stored ones.
+
+    Example:
+      >>> starts, own = _windows(length=6, window=4, every=2)
+      >>> starts.astype(int).tolist(), own.tolist()
+      ([[0, 0], [0, 0], [0, 1], [0, 0], [1, 0], [0, 0], [0, 0], [0, 0]], [0, 0, 0, 0, 1, 1, 0, 0])
+    """
+    kept, block = window - every, np.arange(length // every)
+    copies = min(len(block), -(-window // every))
+    starts = np.zeros((kept + length, copies), bool)
+    starts[every * block[1:], block[1:] % copies] = True
+    return starts, np.concatenate([np.zeros(kept, int), np.repeat(block % copies, every)])
+
+
+def _cuts(
+    starts: np.ndarray, own: np.ndarray, begins: Bool[Array, " L"] | None
+) -> tuple[Array | None, Array | None, Array | None]:
+    """`starts`, `own` and `begins` as `in_copies` takes them; all windows of a single copy start by `begins`."""
+    if starts.shape[1] > 1:
+        return jnp.asarray(starts), jnp.asarray(own), begins
+    if starts.any():
+        begins = jnp.asarray(starts[:, 0]) if begins is None else begins | jnp.asarray(starts[:, 0])
+    return None, None, begins
+
+
+def _no_derivative(state: PyTree, copies: int) -> PyTree:
+    """Copies of the state to begin with, which depend on nothing; a single one has no axis."""
+    axes = (copies,) if copies > 1 else ()
+    return jax.tree.map(lambda leaf: jnp.zeros((*axes, *leaf.shape), leaf.dtype), state)
+
+
+def _as_stored(params: Params, like: PyTree, inputs: PyTree) -> PyTree:
+    """Inputs in the dtype in which they are stored: that of the parameters, if they are real."""
+    dtype = real_dtype(params.cell)
+
+    def cast(like: Array, x: Array) -> Array:
+        return jnp.asarray(x, dtype if jnp.issubdtype(like.dtype, jnp.floating) else like.dtype)
+
+    return jax.tree.map(cast, like, inputs)
+
+
+def _latest(old: Array, new: Array) -> Array:
+    """The last entries of the old followed by the new ones, as many as there are old ones."""
+    return jnp.concatenate([old[len(new) :], new[max(0, len(new) - len(old)) :]])
+
+
+def _sum_outer_products(summands: tuple[list[Outer], PyTree]) -> Params:
+    parts = [sum_outer(part) for part in summands[0]]
+    return Params(jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts), sum_over_streams(summands[1]))

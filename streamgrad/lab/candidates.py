@@ -12,6 +12,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array
 from streamgrad.adapt import carried
 from streamgrad.base import Chunk, GradientEstimator, Model, Params
+from streamgrad.checks import leading_length
 from streamgrad.estimators import registry
 from streamgrad.theory import Episode, c_matrix, collect, optimal_alpha, optimise
 from streamgrad.theory.predictions import PREDICTIONS
@@ -65,6 +66,7 @@ def candidates_for(
 
 def _candidates(model: Model, params: Params, chunk: Chunk, only: Sequence[str] | None) -> Iterator[Candidate]:
     episode = functools.cache(functools.partial(_episode, model, params, chunk))
+    length = leading_length(chunk, "time")
     for row in registry.ROWS:
         cut = next((cut for cut in ("preactivation", "state") if cut in row.cuts and cut in model.cell.cuts), None)
         if (only is not None and row.name not in only) or (row.cuts and cut is None):
@@ -74,6 +76,8 @@ def _candidates(model: Model, params: Params, chunk: Chunk, only: Sequence[str] 
             if changed and changed.items() <= where.items():
                 continue  # that is where it cuts anyway
             named = {**row.options, **changed}
+            if length % named.get("every", 1):
+                continue  # whole blocks alone can be compared
             try:
                 est = row.make(model, **{**(where if len(row.cuts) > 1 else {}), **named})
             except ValueError:  # such as groups that do not divide the cell's preactivations

@@ -138,6 +138,4 @@ def pieces(sigma: Float[Array, " m"], rank: int) -> Float[Array, "rank m"]:
     width = rest[own] / (rank - own)
     starts = jnp.where(q <= own, begins[q], begins[own] + (q - own) * width)
     stops = jnp.concatenate([starts[1:], jnp.full((1,), jnp.inf, starts.dtype)])
-    return jnp.maximum(
-        jnp.minimum(ends[None, :], stops[:, None]) - jnp.maximum(begins[None, :], starts[:, None]), 0
-    )
+    return jnp.maximum(jnp.minimum(ends[None, :], stops[:, None]) - jnp.maximum(begins[None, :], starts[:, None]), 0)

@@ -46,6 +46,10 @@ OPTIONS = {
     "alpha for other groups": (lambda: sg.uoro(MODEL, rescale=np.ones((3, 3)), groups=2), "3 columns, but .* 2 groups"),
     "window below 1": (lambda: sg.tbptt(MODEL, window=0), "window must be a whole number of at least 1"),
     "window not whole": (lambda: sg.tbptt(MODEL, window=2.0), "window must be a whole number"),
+    "window below every": (lambda: sg.tbptt(MODEL, 3, every=4), "window must be at least every, .* but window=3"),
+    "every below 1": (lambda: sg.tbptt(MODEL, window=3, every=0), "every must be a whole number of at least 1, not 0"),
+    "every not whole": (lambda: sg.tbptt(MODEL, window=3, every=1.5), "every must be a whole number"),
+    "replay no bool": (lambda: sg.tbptt(MODEL, window=3, replay="no"), "replay must be True or False, not 'no'"),
     "recompute below 1": (lambda: sg.bptt(MODEL, recompute=0), "recompute must be a whole number"),
     "no batch": (lambda: sg.batched(sg.uoro(MODEL), 0), "batch_size must be a whole number"),
     "no units": (lambda: sg.cells.lstm(3, 0), "n_hidden must be a whole number"),
@@ -161,6 +165,18 @@ def test_batches():
         with pytest.raises(ValueError, match=match) as error:
             est.update(params, state, chunk, key)
         assert one_sentence(error)
+
+
+@pytest.mark.parametrize("window", [4, 6])
+def test_a_chunk_of_broken_blocks(window):
+    est, params = sg.tbptt(MODEL, window=window, every=4), make_params(MODEL)
+    many = sg.batched(est, 2)
+    wanted = "the number of steps in a chunk must be a multiple of every=4, but this chunk has 6"
+    with pytest.raises(ValueError, match=wanted) as error:
+        est.update(params, est.init(params), sg.Chunk(X, Y), KEY)
+    assert one_sentence(error)
+    with pytest.raises(ValueError, match=wanted):
+        many.update(params, many.init(params), sg.Chunk(jnp.zeros((2, T, 3)), jnp.zeros((2, T), int)), KEY)
 
 
 def test_alpha_shorter_than_the_chunk():

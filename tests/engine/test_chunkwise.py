@@ -205,7 +205,13 @@ def test_more_random_models(seed):
 
 def test_what_depends_on_the_step():
     w = jnp.arange(3.0)
-    assert depends(lambda x: [w, 2 * w, jnp.sum(w) * x, x, jnp.ones(2)], jnp.ones(2)) == [False, False, True, True, False]
+    assert depends(lambda x: [w, 2 * w, jnp.sum(w) * x, x, jnp.ones(2)], jnp.ones(2)) == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 BAD = [

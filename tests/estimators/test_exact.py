@@ -68,18 +68,6 @@ def test_recomputation_saves_memory():
     assert peak(sg.bptt(model, recompute=20)) < 0.2 * peak(sg.bptt(model))
 
 
-@pytest.mark.parametrize("cell", [pytest.param("vanilla", marks=pytest.mark.slow), "lstm", "nested"])
-@pytest.mark.parametrize("window", [1, pytest.param(2, marks=pytest.mark.slow), 3, 12])
-def test_tbptt_is_its_definition(cell, window):
-    model = make_model(cell)
-    params, chunk = make_params(model), make_chunk(model, 8, reset=(4,))
-    want = oracle.tbptt(model, params, chunk, window)
-    for sizes in SPLITS:
-        grads, _, _ = run(made(sg.tbptt, model, window=window), params, split(chunk, sizes))
-        assert error(grads.cell, want) < 1e-10, sizes
-        assert error(grads.head, bptt(model, params, chunk).head) < 1e-10
-
-
 def test_every_layer_of_a_stack_gets_its_gradient():
     """Three layers: the lower ones' preactivations act through the upper ones' weights."""
     cell = sg.cells.stack(sg.cells.lstm(2, 3), sg.cells.vanilla(3, 2), sg.cells.gru(2, 3))

@@ -74,6 +74,14 @@ def test_measured_is_what_the_theory_predicts(rows):
         assert row.predicted < 2 * row.variance
 
 
+def test_blocks_are_compared_where_they_fill_the_chunk():
+    model = tools.make_model("vanilla", 1, 4)
+    params = tools.make_params(model)
+    for length, blocks in ((10, ["tbptt window=10 every=5"]), (12, [])):
+        found = candidates_for(model, params, tools.make_chunk(model, length), only=["tbptt"])
+        assert [candidate.name for candidate in found] == ["tbptt window=3", "tbptt window=10", *blocks]
+
+
 def test_batches_of_streams_measure_what_single_ones_do(rows):
     found, (model, params, chunk) = rows
     got = sg.variance.empirical(sg.uoro(model), params, chunk, jax.random.key(8), 4000, block=1000)

@@ -6,18 +6,71 @@ Slow and obvious; the library is proved equal to these, noise pattern by noise p
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
-from tests.reference.unrolled import gradients, jacobians, losses
+from tests.reference.unrolled import gradients, jacobians, linearised, losses, resets
 
 
-def tbptt(model, params, chunk, window):
-    """Σ_t Σ_{t-window < s <= t} dL_t/dθ_s by its definition: one copy of the parameters for each step."""
+def tbptt(model, params, chunk, window, every=1):
+    """Σ_t Σ_{e(t)-window < s <= t} dL_t/dθ_s by its definition: one copy of the parameters for each step.
+
+    e(t) is the last step of the block of `every` steps that t is in.
+    """
     length = len(chunk.targets)
     copies = jax.tree.map(lambda leaf: jnp.repeat(leaf[None], length, axis=0), params.cell)
     each = jax.jacobian(lambda copies: losses(model, params, chunk, "state", cell_params=copies))(copies)  # [t, s, ...]
-    lag = np.arange(length)[:, None] - np.arange(length)[None, :]
-    near = jnp.asarray((lag >= 0) & (lag < window), float)
+    t, s = np.arange(length)[:, None], np.arange(length)[None, :]
+    end = t - t % every + every - 1
+    near = jnp.asarray((s <= t) & (s > end - window), float)
     return jax.tree.map(lambda leaf: jnp.tensordot(near, leaf, axes=((0, 1), (0, 1))), each)
+
+
+def tbptt_stream(model, params, chunks, window, every=1, replay=False):
+    """Williams and Peng's BPTT(window; every), step by step, with other parameters for each chunk.
+
+    All of the stream is remembered. Credit passes through an old step as it is linearised at the state that it began
+    with, by the parameters of the chunk whose losses it comes from. `replay` first computes the states of the last
+    `window - every` steps again with those parameters, but for the one that the oldest of them began with.
+
+    Returns:
+      For each chunk the cell's gradient, ravelled, and the losses; and the last state.
+    """
+    at = linearised(model.cell.cuts["state"], model.cell.output, model.head.loss)
+    before, inputs, begins, results = [], [], [], []  # of all steps so far
+    state = None
+
+    def step(params, state, x, target):
+        here, new = at(params, state, x, target, np.zeros(ravel_pytree(state)[0].size))
+        return jax.tree.map(np.asarray, here), new
+
+    for theta, chunk in zip(params, chunks, strict=True):
+        fresh = model.init_state(theta)
+        if replay:
+            for s in range(max(0, len(before) - (window - every)), len(before)):
+                state = step(theta, before[s], inputs[s], chunk.targets[0])[1]
+                if s + 1 < len(before):
+                    before[s + 1] = fresh if begins[s + 1] else state
+        first, dl_dh, values = len(before), [], []
+        for t, reset in enumerate(resets(chunk)):
+            x, target = jax.tree.map(lambda leaf, t=t: leaf[t], (chunk.inputs, chunk.targets))
+            before.append(fresh if reset or state is None else state)
+            inputs.append(x)
+            begins.append(bool(reset) or len(before) == 1)
+            here, state = step(theta, before[-1], x, target)
+            dl_dh.append(here["dl_dh"])
+            values.append(here["loss"])
+        total = 0.0
+        for t in range(first, len(before)):
+            end = first + (t - first) // every * every + every - 1
+            back = dl_dh[t - first]
+            for s in range(t, max(-1, end - window), -1):
+                here, _ = step(theta, before[s], inputs[s], chunk.targets[0])
+                total = total + back @ here["pull"]
+                if begins[s]:
+                    break
+                back = back @ here["propagate"]
+        results.append((total, np.asarray(values)))
+    return results, state
 
 
 def rtrl(model, params, chunk, cut):

@@ -59,7 +59,7 @@ class Options:
     estimator: str = "uoro"
     """Where the gradient comes from; `streamgrad estimators` lists them."""
     estimator_options: Pairs = ()
-    """Options of the estimator, such as groups=10 noise=gaussian for uoro, or window=5 for tbptt."""
+    """Options of the estimator, such as groups=10 noise=gaussian for uoro, or window=20 every=5 for tbptt."""
     carry: bool = False
     """Carry Q_0 and, for episodes, alpha over from past windows; for uoro and, on episodes, preuoro."""
     optimizer: Literal["adam", "rmsprop", "sgd"] = "adam"
