@@ -56,8 +56,14 @@ PRESETS: dict[str, list[Case]] = {
         ("vanilla", 256, 1, RTRL, {"rtrl": 2.5}),
         ("lstm", 64, 8, RTRL, {"rtrl": 1.6}),
         ("lstm", 64, 32, RTRL | OK | PREUORO, {"rtrl": 2.5, "ok, 8 terms": 2.5}),
-        ("lstm", 128, 32, RTRL | OK | PREUORO | RTRL_WATCHED, {"rtrl": 7, "ok, 8 terms": 4, "rtrl, 2 streams watched": 1.6}),
-        ("lstm", 256, 32, OK | PREUORO | OK_WATCHED | UORO, {"ok, 8 terms": 8, "ok, 8 terms, 2 streams watched": 2.5, "uoro across": 1.2}),
+        (
+            "lstm", 128, 32, RTRL | OK | PREUORO | RTRL_WATCHED,
+            {"rtrl": 7, "ok, 8 terms": 4, "rtrl, 2 streams watched": 1.6},
+        ),
+        (
+            "lstm", 256, 32, OK | PREUORO | OK_WATCHED | UORO,
+            {"ok, 8 terms": 8, "ok, 8 terms, 2 streams watched": 2.5, "uoro across": 1.2},
+        ),
         ("lstm", 512, 64, UORO, {"uoro across": 1.2}),
         ("lstm", 1024, 64, UORO, {"uoro across": 1.5}),
         ("lstm", 2048, 16, UORO, {"uoro across": 1.2}),

@@ -3,8 +3,8 @@
     python -m benchmarks.error                 # minutes on 2 cores
 
 Recall over 10 steps, one stream of T = 64 steps from a fresh state, seen in chunks of K; g is BPTT's gradient of all of
-it. Means over `--streams` streams and `--samples` draws of the noise each, at the initial parameters and after 300 updates
-by BPTT (Adam, 3e-3, 16 streams). Prints a table and writes `error.csv`.
+it. Means over `--streams` streams and `--samples` draws of the noise each, at the initial parameters and after 300
+updates by BPTT (Adam, 3e-3, 16 streams). Prints a table and writes `error.csv`.
 """
 
 import argparse

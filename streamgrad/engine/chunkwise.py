@@ -30,8 +30,8 @@ class Crossing(NamedTuple):
 
     Attributes:
       back: v Φ for each vector v that was asked for.
-      pulled: v Σ_s G_s J_s for each of them. At preactivations in factors, `left[K, b, R, rows]` and `right[K, b, A]` of
-        each weight matrix, time first as the reverse pass writes them; for any other cell leaves `[b, R, *shape]`.
+      pulled: v Σ_s G_s J_s for each of them, leaves `[b, R, *shape]`. At preactivations it may come in factors,
+        `left[K, b, R, rows]` and `right[K, b, A]` of each weight matrix, time first as the reverse pass writes them.
       tangents: Φ h̃ for each tangent that was sent along, or None.
       reset: whether an episode has begun inside the chunk, or None where none can have; then Φ is zero.
     """

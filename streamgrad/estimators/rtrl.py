@@ -34,8 +34,8 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
 
     Returns:
       The estimator. Memory is S P for S state units and P parameters. Time per step is S P + S² P / K beyond that of
-      BPTT, for chunks of K steps; in the form "steps" S² P. `batched(rtrl(model), 16, watched=4)` takes the influence of
-      4 of 16 streams alone.
+      BPTT, for chunks of K steps; in the form "steps" S² P. `batched(rtrl(model), 16, watched=4)` takes the influence
+      of 4 of 16 streams alone.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg

@@ -58,8 +58,8 @@ def uoro(
         w̃_t = w̃_{t-1} / γ_t              + J_t^T Q_0^{-T} u_t / β_t
         dL_t/dθ ≈ (dL_t/dh_t · h̃_t) w̃_t
 
-    With `inside="backprop"` only what lies before the chunk is estimated (`streamgrad.estimators.uoro_across`): inside it
-    backpropagation is exact, and noise is on the state, once per chunk. It is less noisy by far, and costs no more.
+    With `inside="backprop"` only what lies before the chunk is estimated (`streamgrad.estimators.uoro_across`): inside
+    it backpropagation is exact, and noise is on the state, once per chunk. It is less noisy by far, and costs no more.
 
     Args:
       model: the model whose gradients are estimated.
@@ -76,16 +76,17 @@ def uoro(
       form: how it is computed, not what: "auto" touches the cotangent once per chunk where it can (at preactivations,
         with groups of the same size in each weight matrix), "plain" at every step, as the equations stand.
       inside: what of the chunk itself is estimated: "estimated", all, as in the paper, or "backprop", nothing. With
-        "backprop" the noise is on the state: `cut`, `groups`, `q0`, `immediate` and `form` keep their defaults, and an α
-        given as `rescale` has an entry for each chunk of an episode.
-      blocks: R, with `inside="backprop"`: the state's units are dealt out to R blocks with a product h̃ w̃^T each. Variance
-        falls about R-fold, memory and time grow with R.
+        "backprop" the noise is on the state: `cut`, `groups`, `q0`, `immediate` and `form` keep their defaults, and an
+        α given as `rescale` has an entry for each chunk of an episode.
+      blocks: R, with `inside="backprop"`: the state's units are dealt out to R blocks with a product h̃ w̃^T each.
+        Variance falls about R-fold, memory and time grow with R.
       shrink: λ, with `inside="backprop"`: the weight of what lies before the chunk. 1 is unbiased, 0 is truncated BPTT,
         "auto" estimates from the spread over streams what minimises the squared error. Below 1 it is biased.
 
     Returns:
-      The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`, or `[1, R]` for the whole chunk. `streamgrad.with_noise` changes q0 and α in its
-      state, and `streamgrad.carried` chooses them from what past windows have shown.
+      The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`, or `[1, R]` for the whole chunk.
+      `streamgrad.with_noise` changes q0 and α in its state, and `streamgrad.carried` chooses them from what past windows
+      have shown.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg

@@ -98,6 +98,7 @@ def uoro_across(model: Model, source: Noise, rescaling: Rescaling, blocks: int, 
         shared: NoiseSettings, memory: AcrossMemory, noise: Float[Array, "b R S"], crossing: Crossing
     ) -> tuple[AcrossMemory, dict[str, Array]]:
         pulled = write_pulled(crossing.pulled)
+        assert crossing.tangents is not None
         memory = _restarted(memory, crossing.reset, rescaling.init(blocks, noise.dtype))
         terms = Terms(
             jnp.sum(crossing.tangents**2, axis=2),

@@ -6,6 +6,7 @@ through chunk i alone. Blocks of the state have independent noise, and their var
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -27,7 +28,8 @@ from streamgrad.theory.spatial import make_alpha
 def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> Episode:
     """What the variance of `uoro(inside="backprop")` depends on, for a stream in chunks of `length` steps.
 
-        b[t, s] = (dL_{t+1}/dh_t) Φ_t … Φ_{s+1},    J_s = dh_s/dθ through chunk s,    gradient = Σ inside + Σ_t,s b[t, s] J_s
+        b[t, s] = (dL_{t+1}/dh_t) Φ_t … Φ_{s+1},    J_s = dh_s/dθ through chunk s
+        gradient = that inside all chunks + Σ_{t,s} b[t, s] J_s
 
     Args:
       model: the model; small, as J_s is `[S, P]`.
@@ -57,7 +59,7 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
     fresh, unravel = ravel_pytree(model.init_state(params))
     flat, unravel_params = ravel_pytree(params.cell)
 
-    def walk(cell: Array, head: PyTree, start: Array, part: Chunk) -> tuple[Array, Array]:
+    def walk(part: Chunk, cell: Array, head: PyTree, start: Array) -> tuple[Array, Array]:
         """The state at the end and the summed loss."""
         now = Params(unravel_params(cell), head)
 
@@ -72,9 +74,10 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
     start, found = fresh, []
     for at in range(0, steps, length):
         part = jax.tree.map(lambda leaf, at=at: leaf[at : at + length], chunk)
-        end, loss = walk(flat, params.head, start, part)
-        jacobian, phi = jax.jacrev(lambda *a, p=part: walk(*a, p)[0], argnums=(0, 2))(flat, params.head, start)
-        inside = jax.grad(lambda *a, p=part: walk(*a, p)[1], argnums=(0, 1, 2))(flat, params.head, start)
+        end, loss = walk(part, flat, params.head, start)
+        here = functools.partial(walk, part)
+        jacobian, phi = jax.jacrev(lambda *a, here=here: here(*a)[0], argnums=(0, 2))(flat, params.head, start)
+        inside = jax.grad(lambda *a, here=here: here(*a)[1], argnums=(0, 1, 2))(flat, params.head, start)
         begins = jnp.zeros((), bool) if part.reset is None else jnp.any(part.reset)
         found.append((loss, jacobian, phi, begins, *inside))
         start = end

@@ -5,6 +5,7 @@
 Prints every miss and the largest error. In float64.
 """
 
+import itertools
 import sys
 
 import jax
@@ -19,7 +20,7 @@ def random_cell(rng: np.random.Generator, n_in: int, layers: int) -> sg.Cell:
     """One cell, or a stack of several."""
     kinds = [sg.cells.vanilla, sg.cells.lstm, sg.cells.gru]
     sizes = [n_in, *rng.integers(1, 5, size=layers)]
-    cells = [kinds[rng.integers(3)](int(a), int(b)) for a, b in zip(sizes, sizes[1:], strict=False)]
+    cells = [kinds[rng.integers(3)](int(a), int(b)) for a, b in itertools.pairwise(sizes)]
     return cells[0] if layers == 1 else sg.cells.stack(*cells)
 
 
@@ -53,7 +54,7 @@ def check_one(seed: int) -> float:
 def main() -> None:
     """As many as are asked for."""
     jax.config.update("jax_enable_x64", True)
-    first, count = (int(word) for word in (["0"] + sys.argv[1:])[-2:])
+    first, count = (int(word) for word in ["0", *sys.argv[1:]][-2:])
     misses, largest = 0, 0.0
     for seed in range(first, first + count):
         try:

@@ -1,6 +1,6 @@
 """Backpropagation inside the chunk, an influence across: exact where it promises so, and in the mean where it does not.
 
-`rtrl` is held to BPTT in tests/estimators/test_exact.py, and for a thousand random models in tests/engine/random_models.
+`rtrl` is held to BPTT in tests/estimators/test_exact.py, and for random models in tests/engine/random_models.py.
 """
 
 import jax
@@ -151,7 +151,7 @@ def test_blocks_inside_a_chunk_change_nothing(monkeypatch):
     monkeypatch.setattr("streamgrad.step.weights.LARGE", 1)
     est = sg.rtrl(model)
     assert steps_at_once(params.cell, 6, 18) < 18
-    got, losses, state = run(est, params, split(chunk, (5, 18)))
+    got, losses, _ = run(est, params, split(chunk, (5, 18)))
     want, all_losses, _ = run(made(sg.bptt, model), params, [chunk])
     assert error(got, want) < 1e-10
     np.testing.assert_allclose(losses, all_losses, rtol=1e-12)
@@ -164,7 +164,7 @@ def test_memory_of_rtrl(cell, hidden, length):
     params = make_params(model, dtype=jnp.float32)
     for streams in (1, 3):
         est = sg.batched(sg.rtrl(model), streams)
-        chunk = jax.tree.map(lambda leaf: jnp.repeat(leaf[None], streams, axis=0), make_chunk(model, length))
+        chunk = jax.tree.map(lambda leaf, n=streams: jnp.repeat(leaf[None], n, axis=0), make_chunk(model, length))
         state = est.init(params)
         compiled = jax.jit(est.update).lower(params, state, chunk, None).compile()
         influence = sum(leaf.nbytes for leaf in jax.tree.leaves(state.memory))
@@ -172,7 +172,7 @@ def test_memory_of_rtrl(cell, hidden, length):
 
 
 def test_ok_in_float32_over_a_long_stream():
-    """Finite through thousands of reductions, with saturated units and inputs that repeat, and still right in the mean."""
+    """Finite through thousands of reductions, with saturated units and inputs that repeat, and right in the mean."""
     model = make_model("lstm", n_in=1, n_hidden=6)
     params = jax.tree.map(lambda leaf: 3 * leaf, make_params(model, dtype=jnp.float32))
     est = sg.batched(sg.ok(model, rank=12), 8)
