@@ -254,3 +254,28 @@ def test_auto_needs_streams():
     est = sg.uoro(model, inside="backprop", shrink="auto")
     with pytest.raises(ValueError, match="use it under batched"):
         est.update(params, est.init(params), chunk, jax.random.key(0))
+
+
+@pytest.mark.parametrize("make", [sg.rtrl, sg.ok, lambda m: sg.uoro(m, inside="backprop", blocks=2)])
+@pytest.mark.parametrize("watched", [None, 1])
+def test_advance_and_credit_are_update(make, watched):
+    """Of a batch, with an influence from the chunk before."""
+    model = make_model("gru")
+    params = make_params(model)
+    chunks = [make_chunk(model, 5, seed=seed, reset=(1,) if seed else ()) for seed in range(2)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
+    first, second = (jax.tree.map(lambda leaf, at=at: leaf[:, at], stacked) for at in (slice(0, 3), slice(3, 5)))
+    est, keys = sg.batched(make(model), 2, watched), jax.random.split(jax.random.key(0), 2)
+    _, state, _ = est.update(params, est.init(params), first, keys[0])
+    want, after, _ = est.update(params, state, second, keys[1])
+    outputs, moved = est.advance(params, state, second.inputs, keys[1], second.reset)
+    loss = jax.vmap(jax.vmap(model.head.loss, in_axes=(None, 0, 0)), in_axes=(None, 0, 0))
+    credit = jax.grad(lambda outputs: jnp.sum(loss(params.head, outputs, second.targets)))(outputs)
+    assert error(est.credit(params, moved, credit), want.cell) < 1e-12
+    assert error(moved._replace(trace=None), after) < 1e-12
+    if watched is None:
+        each = est.credit(params, moved, credit, per_stream=True)
+        assert error(jax.tree.map(lambda leaf: leaf.mean(axis=0), each), want.cell) < 1e-12
+    else:
+        with pytest.raises(ValueError, match="only streams that are watched"):
+            est.credit(params, moved, credit, per_stream=True)
