@@ -75,6 +75,11 @@ WRONG = {
     "pair": (["train", "X", "--task-options", "delay"], 2, "--task-options takes pairs NAME=VALUE, not 'delay'"),
     "name": (["train", "X", "--estimator-options", "group=2"], 2, "has no 'group'; choose from cut, noise,"),
     "value": (["train", "X", "--estimator-options", "noise=pink"], 2, "noise must be one of 'gaussian'"),
+    "same name": (
+        ["train", "X", "--estimator", "tbptt", "--estimator-options", "every=0"],
+        2,
+        "--estimator-options every must be a whole number of at least 1, not 0",
+    ),
     "size": (["train", "X", "--hidden", "0"], 2, "--hidden must be a whole number of at least 1, not 0"),
     "rate": (["train", "X", "--learning-rate", "nan"], 2, "--learning-rate must be a number above 0"),
     "plan": (["train", "X", "--every", "3"], 2, "--updates must be a multiple of --every, 3"),
