@@ -50,7 +50,7 @@ def uoro(
     form: str = "auto",
     inside: str = "estimated",
     blocks: int = 1,
-    shrink: float | str = 1,
+    shrink: float | int | str = 1,
 ) -> GradientEstimator:
     """Unbiased online recurrent optimisation: dh_t/dθ as a rank-one product of two vectors (Section 5).
 

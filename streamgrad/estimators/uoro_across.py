@@ -49,7 +49,7 @@ def check_shrink(shrink: Any) -> None:
         raise ValueError(f"shrink must be 'auto' or a number from 0 to 1, not {shrink!r}.")
 
 
-def uoro_across(model: Model, source: Noise, rescaling: Rescaling, blocks: int, shrink: float | str) -> Algorithm:
+def uoro_across(model: Model, source: Noise, rescaling: Rescaling, blocks: int, shrink: float | int | str) -> Algorithm:
     """The algorithm behind `uoro(inside="backprop")`.
 
         dL_chunk/dθ ≈ backpropagation inside the chunk + λ Σ_r (dL_chunk/dh_0 · h̃_r) w̃_r
