@@ -27,7 +27,8 @@ from streamgrad.theory.spatial import make_alpha
 def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> Episode:
     """What the variance of `uoro(inside="backprop")` depends on, for a stream in chunks of `length` steps.
 
-        b[t, s] = (dL_{t+1}/dh_t) Φ_t … Φ_{s+1},    J_s = dh_s/dθ through chunk s,    gradient = Σ inside + Σ_t,s b[t, s] J_s
+        b[t, s] = (dL_{t+1}/dh_t) Φ_t … Φ_{s+1},    J_s = dh_s/dθ through chunk s
+        gradient = Σ inside + Σ_t,s b[t, s] J_s
 
     Args:
       model: the model; small, as J_s is `[S, P]`.
@@ -69,15 +70,19 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
         end, states = jax.lax.scan(step, unravel(start), (part.inputs, part.reset))
         return ravel_pytree(end)[0], jnp.sum(model.read_out_chunk(head, states, part.targets)[0])
 
+    @jax.jit  # compiled once for all chunks of the same length
+    def look(start: Array, part: Chunk) -> tuple[Array, tuple]:
+        """The state at the end, and what is kept of a chunk."""
+        end, loss = walk(flat, params.head, start, part)
+        jacobian, phi = jax.jacrev(lambda *a: walk(*a, part)[0], argnums=(0, 2))(flat, params.head, start)
+        inside = jax.grad(lambda *a: walk(*a, part)[1], argnums=(0, 1, 2))(flat, params.head, start)
+        begins = jnp.zeros((), bool) if part.reset is None else jnp.any(part.reset)
+        return end, (loss, jacobian, phi, begins, *inside)
+
     start, found = fresh, []
     for at in range(0, steps, length):
-        part = jax.tree.map(lambda leaf, at=at: leaf[at : at + length], chunk)
-        end, loss = walk(flat, params.head, start, part)
-        jacobian, phi = jax.jacrev(lambda *a, p=part: walk(*a, p)[0], argnums=(0, 2))(flat, params.head, start)
-        inside = jax.grad(lambda *a, p=part: walk(*a, p)[1], argnums=(0, 1, 2))(flat, params.head, start)
-        begins = jnp.zeros((), bool) if part.reset is None else jnp.any(part.reset)
-        found.append((loss, jacobian, phi, begins, *inside))
-        start = end
+        start, kept = look(start, jax.tree.map(lambda leaf, at=at: leaf[at : at + length], chunk))
+        found.append(kept)
     return _episode(found, unravel_params)
 
 
