@@ -81,6 +81,7 @@ ROWS = (
         variants=(
             MappingProxyType({"inside": "backprop"}),
             MappingProxyType({"inside": "backprop", "blocks": 8}),
+            MappingProxyType({"inside": "backprop", "shrink": "auto"}),
             MappingProxyType({"groups": 4}),
             MappingProxyType({"groups": 16}),
             MappingProxyType({"immediate": "exact"}),
