@@ -1,4 +1,4 @@
-"""How everything is timed: all programs take turns inside one run, and the median or the best of their repeats counts."""
+"""How everything is timed: all programs take turns inside one run, and the median or the least of repeats counts."""
 
 import statistics
 import time
@@ -74,8 +74,8 @@ def take_turns(
       repeats: how many rounds.
       least_seconds: a program that is faster is called several times in a round, up to 50, to take about that long.
       warm_up: whether each is called twice before, for compilation and for how long a call takes.
-      fastest: whether the fastest of all calls counts instead. What disturbs a call only ever makes it slower: on a busy
-        machine this is what tells programs apart that take almost the same time.
+      fastest: whether the fastest of all calls counts instead. What disturbs a call only ever makes it slower: on a
+        busy machine this is what tells programs apart that take almost the same time.
 
     Returns:
       The medians by name, or the least.

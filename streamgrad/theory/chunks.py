@@ -74,8 +74,8 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
     def look(start: Array, part: Chunk) -> tuple[Array, tuple]:
         """The state at the end, and what is kept of a chunk."""
         end, loss = walk(flat, params.head, start, part)
-        jacobian, phi = jax.jacrev(lambda *a: walk(*a, part)[0], argnums=(0, 2))(flat, params.head, start)
-        inside = jax.grad(lambda *a: walk(*a, part)[1], argnums=(0, 1, 2))(flat, params.head, start)
+        jacobian, phi = jax.jacrev(lambda w, h: walk(w, params.head, h, part)[0], argnums=(0, 1))(flat, start)
+        inside = jax.grad(lambda w, out, h: walk(w, out, h, part)[1], argnums=(0, 1, 2))(flat, params.head, start)
         begins = jnp.zeros((), bool) if part.reset is None else jnp.any(part.reset)
         return end, (loss, jacobian, phi, begins, *inside)
 

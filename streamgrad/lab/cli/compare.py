@@ -192,8 +192,10 @@ def print_rows(rows: Sequence[Comparison]) -> None:
     for row, rank in ranked:
         place = "-" if rank is None else f"{rank}{'=' if places.count(rank) > 1 else ''}"
         error, noise = ("0", "") if row.verdict == "exact" else (number(row.squared_error), row.squared_error_noise)
-        costs, best = [number(row.us_per_step), size(row.memory_bytes)], BEST[tuple(best_for(row, rows).values())]
-        lines.append([place, row.name, error, within(noise), *costs, best])
+        best = best_for(row, rows)
+        sign = BEST[best["best_for_time"], best["best_for_memory"]]
+        costs = [number(row.us_per_step), size(row.memory_bytes)]
+        lines.append([place, row.name, error, within(noise), *costs, sign])
     print(heading(rows[0]))
     print()
     print_table(header, lines)
