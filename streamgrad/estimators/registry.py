@@ -60,7 +60,7 @@ ROWS = (
         "tbptt", tbptt, "biased", "window/every P", "window S", (),
         "losses reach back `window` steps, also across chunks; `every=k` sends those of k steps back together",
         MappingProxyType({"window": 3}),
-        (MappingProxyType({"window": 10}), MappingProxyType({"window": 10, "every": 5})),
+        (MappingProxyType({"window": 10}), MappingProxyType({"window": 8, "every": 4})),
     ),
     Row(
         "rtrl", rtrl, "exact", "S P + S² P / K", "S P", (),
@@ -81,6 +81,7 @@ ROWS = (
         variants=(
             MappingProxyType({"inside": "backprop"}),
             MappingProxyType({"inside": "backprop", "blocks": 8}),
+            MappingProxyType({"inside": "backprop", "shrink": "auto"}),
             MappingProxyType({"groups": 4}),
             MappingProxyType({"groups": 16}),
             MappingProxyType({"immediate": "exact"}),

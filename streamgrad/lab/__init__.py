@@ -7,7 +7,8 @@ Packages beyond jax, numpy and optax are imported where they are used.
 """
 
 from streamgrad.lab.candidates import Candidate, candidates_for
-from streamgrad.lab.comparison import Comparison, compare, ranks
+from streamgrad.lab.choice import frontier, ranks
+from streamgrad.lab.comparison import Comparison, compare
 from streamgrad.lab.tasks import TASKS, Task, find_task
 from streamgrad.lab.training import Diverged, Outcome, Plan, load_params, read_metrics, train
 
@@ -22,6 +23,7 @@ __all__ = [
     "candidates_for",
     "compare",
     "find_task",
+    "frontier",
     "load_params",
     "ranks",
     "read_metrics",

@@ -12,13 +12,12 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array
 from streamgrad.adapt import carried
 from streamgrad.base import Chunk, GradientEstimator, Model, Params
-from streamgrad.checks import leading_length
 from streamgrad.estimators import registry
-from streamgrad.theory import Episode, c_matrix, collect, optimal_alpha, optimise
-from streamgrad.theory.predictions import PREDICTIONS
+from streamgrad.theory import Episode, c_matrix, collect, collect_chunks, optimal_alpha, optimise
+from streamgrad.theory.predictions import find_prediction
 
-LARGEST_JACOBIAN = 2e8  # numbers in J_t of all steps, which a prediction at the state cut needs
-FITTED = {"rescale", "q0"}  # options of an estimator that can be given the α and Q_0 of the theory
+LARGEST_JACOBIAN = 2e8  # numbers in J of all steps, or of all chunks, which a prediction at the state needs
+FITTED = {"rescale": None, "q0": None}  # options of an estimator that can be given the α and Q_0 of the theory
 # The theory runs once: compiling fast is worth more than running fast.
 _ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -30,18 +29,28 @@ class Candidate(NamedTuple):
       name: how it is shown.
       promise: as in the registry.
       est: the estimator.
-      predict: `predict(α of some streams) -> total variance`, or None where no theory is at hand.
+      predict: `predict(α of some streams, K) -> total variance` for chunks of K steps, or None where no theory is at
+        hand; it may itself return None, where the model is too large for it.
       bound: whether the prediction is an over-estimate: α that depends on the noise, as GIR's does, is treated as if it
         did not, and the prediction is the mean over several such α.
-      hindsight: whether it was fitted to the very chunk: a bound on what can be gained, not a choice.
+      hindsight: whether it was fitted to the very stream: a bound on what can be gained, not a choice.
+      noisy: whether it depends on the key; if not, a few samples will do.
+      least_streams: with fewer it does not run, and is left out.
+      every: chunks must have a multiple of so many steps; else it is left out.
     """
 
     name: str
     promise: str
     est: GradientEstimator
-    predict: Callable[[Array | None], Array] | None = None
+    predict: "Predict | None" = None
     bound: bool = False
     hindsight: bool = False
+    noisy: bool = True
+    least_streams: int = 1
+    every: int = 1
+
+
+Predict = Callable[[Array | None, int], Array | None]
 
 
 def candidates_for(
@@ -65,37 +74,52 @@ def candidates_for(
 
 
 def _candidates(model: Model, params: Params, chunk: Chunk, only: Sequence[str] | None) -> Iterator[Candidate]:
-    episode = functools.cache(functools.partial(_episode, model, params, chunk))
-    length = leading_length(chunk, "time")
+    episodes = Episodes(model, params, chunk)
     for row in registry.ROWS:
         cut = next((cut for cut in ("preactivation", "state") if cut in row.cuts and cut in model.cell.cuts), None)
         if (only is not None and row.name not in only) or (row.cuts and cut is None):
             continue
-        where = {"cut": cut} if cut else {}
         for changed in ({}, *row.variants):
+            named = {**row.options, **changed}
+            # Noise that enters once per chunk is on the state, whatever the cut.
+            where = {"cut": cut} if cut and named.get("inside") != "backprop" else {}
             if changed and changed.items() <= where.items():
                 continue  # that is where it cuts anyway
-            named = {**row.options, **changed}
-            if length % named.get("every", 1):
-                continue  # whole blocks alone can be compared
             try:
                 est = row.make(model, **{**(where if len(row.cuts) > 1 else {}), **named})
             except ValueError:  # such as groups that do not divide the cell's preactivations
                 continue
             label = " ".join([row.name, *(f"{option}={value}" for option, value in named.items())])
-            yield Candidate(label, row.promise, est, *_prediction(row, episode, {**where, **named}))
+            yield _candidate(row, label, est, episodes, {**where, **named})._replace(every=named.get("every", 1))
             if not changed:
                 with contextlib.suppress(ValueError):  # not every estimator has noise to choose
                     yield Candidate(f"{label} carried", row.promise, carried(est))
-        if cut == "preactivation" and row.name in PREDICTIONS and PREDICTIONS[row.name].options >= FITTED:
-            yield from _hindsight(row, model, episode)
+        fitted = cut == "preactivation" and find_prediction(row.name, {"cut": cut, **FITTED})
+        if fitted:
+            yield from _hindsight(row, model, episodes)
 
 
-def _hindsight(row: registry.Row, model: Model, episode: Callable[[str], Episode | None]) -> Iterator[Candidate]:
+def _candidate(
+    row: registry.Row,
+    label: str,
+    est: GradientEstimator,
+    episodes: "Episodes",
+    options: Mapping[str, Any],
+    hindsight: bool = False,
+) -> Candidate:
+    """An estimator of the registry with what these options make of its promise."""
+    noisy = row.promise.startswith("unbiased")
+    shrink = options.get("shrink", 1)
+    promise = row.promise if shrink == 1 else "biased"
+    least = 2 if shrink == "auto" else 1  # it looks at the spread over streams
+    return Candidate(label, promise, est, *_prediction(row, episodes, options, noisy), hindsight, noisy, least)
+
+
+def _hindsight(row: registry.Row, model: Model, episodes: "Episodes") -> Iterator[Candidate]:
     """The estimator with the α and Q_0 that are optimal for this very stream."""
-    ep = episode("preactivation")
+    ep = episodes.by_steps("preactivation")
     assert ep is not None
-    # α is indexed by the position in an episode, the theory by that in the chunk.
+    # α is indexed by the position in an episode, the theory by that in the stream.
     if len(ep.rows) > 1 or not bool(jnp.all(ep.episode == ep.episode[0])):
         return
     alpha = jax.jit(lambda ep: optimal_alpha(c_matrix(ep)).alpha, compiler_options=_ONCE)(ep)
@@ -104,30 +128,48 @@ def _hindsight(row: registry.Row, model: Model, episode: Callable[[str], Episode
         ("optimal alpha", {"rescale": alpha}),
         ("optimal alpha, Q_0", {"rescale": best.alpha, "q0": best.q0}),
     ):
-        prediction = _prediction(row, episode, {"cut": "preactivation", **options})
-        yield Candidate(f"{row.name} {label}", row.promise, row.make(model, **options), *prediction, hindsight=True)
+        est, given = row.make(model, **options), {"cut": "preactivation", **options}
+        yield _candidate(row, f"{row.name} {label}", est, episodes, given, hindsight=True)
 
 
-def _episode(model: Model, params: Params, chunk: Chunk, cut: str) -> Episode | None:
-    if cut == "state":
-        state = ravel_pytree(model.init_state(params))[0].size
-        if len(jax.tree.leaves(chunk.inputs)[0]) * state * ravel_pytree(params.cell)[0].size > LARGEST_JACOBIAN:
+class Episodes:
+    """What the theory needs of a stream, each once; None where the model is too large for it."""
+
+    def __init__(self, model: Model, params: Params, chunk: Chunk) -> None:
+        self.model, self.params, self.chunk = model, params, chunk
+        self.length = len(jax.tree.leaves(chunk.inputs)[0])
+        self.by_steps = functools.cache(self._by_steps)
+        self.by_chunks = functools.cache(self._by_chunks)
+
+    def _by_steps(self, cut: str) -> Episode | None:
+        """Of every step, at a cut."""
+        if cut == "state" and self._too_large(self.length):
             return None
 
-    def all_of_it(params: Params, chunk: Chunk) -> Episode:
-        return collect(model, params, chunk, cut)
+        def all_of_it(params: Params, chunk: Chunk) -> Episode:
+            return collect(self.model, params, chunk, cut)
 
-    return jax.jit(all_of_it, compiler_options=_ONCE)(params, chunk)
+        return jax.jit(all_of_it, compiler_options=_ONCE)(self.params, self.chunk)
+
+    def _by_chunks(self, chunk_length: int) -> Episode | None:
+        """Of every chunk but the last."""
+        if self._too_large(-(-self.length // chunk_length) - 1):
+            return None
+        return collect_chunks(self.model, self.params, self.chunk, chunk_length)
+
+    def _too_large(self, jacobians: int) -> bool:
+        state = ravel_pytree(self.model.init_state(self.params))[0].size
+        return jacobians * state * ravel_pytree(self.params.cell)[0].size > LARGEST_JACOBIAN
 
 
 def _prediction(
-    row: registry.Row, episode: Callable[[str], Episode | None], options: Mapping[str, Any]
-) -> tuple[Callable[[Array | None], Array] | None, bool]:
+    row: registry.Row, episodes: Episodes, options: Mapping[str, Any], noisy: bool
+) -> tuple[Predict | None, bool]:
     """The theory's total variance, where there is one, and whether it is an over-estimate."""
-    if not row.promise.startswith("unbiased"):
-        return (lambda alpha: jnp.zeros(())), False
-    theory = PREDICTIONS.get(row.name)
-    if theory is None or not set(options) <= theory.options or (ep := episode(options["cut"])) is None:
+    if not noisy:
+        return (lambda alpha, chunk_length: jnp.zeros(())), False
+    theory = find_prediction(row.name, options)
+    if theory is None:
         return None, False
     given = jnp.asarray(options["rescale"])[None] if "rescale" in options else None
 
@@ -135,7 +177,12 @@ def _prediction(
     def mean(ep: Episode, alphas: Array) -> Array:
         return jnp.mean(jax.vmap(lambda alpha: theory.variance(ep, alpha, options))(alphas))
 
-    def predict(alpha: Array | None) -> Array:
+    def predict(alpha: Array | None, chunk_length: int) -> Array | None:
+        if theory.across and chunk_length >= episodes.length:
+            return jnp.zeros(())  # nothing lies before the only chunk
+        ep = episodes.by_chunks(chunk_length) if theory.across else episodes.by_steps(options["cut"])
+        if ep is None:
+            return None
         alphas = alpha if given is None else given
         return mean(ep, jnp.ones((1, 1)) if alphas is None else alphas)
 

@@ -7,9 +7,14 @@ from pathlib import Path
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file beside its place, then put it there: a reader sees the old one or the new one, never half of it."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """As `replace_text`, for what is no text."""
     beside = path.with_name(path.name + ".part")
-    with open(beside, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
+    with open(beside, "wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)

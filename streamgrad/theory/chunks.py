@@ -6,7 +6,6 @@ through chunk i alone. Blocks of the state have independent noise, and their var
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -59,7 +58,7 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
     fresh, unravel = ravel_pytree(model.init_state(params))
     flat, unravel_params = ravel_pytree(params.cell)
 
-    def walk(part: Chunk, cell: Array, head: PyTree, start: Array) -> tuple[Array, Array]:
+    def walk(cell: Array, head: PyTree, start: Array, part: Chunk) -> tuple[Array, Array]:
         """The state at the end and the summed loss."""
         now = Params(unravel_params(cell), head)
 
@@ -71,16 +70,19 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
         end, states = jax.lax.scan(step, unravel(start), (part.inputs, part.reset))
         return ravel_pytree(end)[0], jnp.sum(model.read_out_chunk(head, states, part.targets)[0])
 
+    @jax.jit  # compiled once for all chunks of the same length
+    def look(start: Array, part: Chunk) -> tuple[Array, tuple]:
+        """The state at the end, and what is kept of a chunk."""
+        end, loss = walk(flat, params.head, start, part)
+        jacobian, phi = jax.jacrev(lambda w, h: walk(w, params.head, h, part)[0], argnums=(0, 1))(flat, start)
+        inside = jax.grad(lambda w, out, h: walk(w, out, h, part)[1], argnums=(0, 1, 2))(flat, params.head, start)
+        begins = jnp.zeros((), bool) if part.reset is None else jnp.any(part.reset)
+        return end, (loss, jacobian, phi, begins, *inside)
+
     start, found = fresh, []
     for at in range(0, steps, length):
-        part = jax.tree.map(lambda leaf, at=at: leaf[at : at + length], chunk)
-        end, loss = walk(part, flat, params.head, start)
-        here = functools.partial(walk, part)
-        jacobian, phi = jax.jacrev(lambda *a, here=here: here(*a)[0], argnums=(0, 2))(flat, params.head, start)
-        inside = jax.grad(lambda *a, here=here: here(*a)[1], argnums=(0, 1, 2))(flat, params.head, start)
-        begins = jnp.zeros((), bool) if part.reset is None else jnp.any(part.reset)
-        found.append((loss, jacobian, phi, begins, *inside))
-        start = end
+        start, kept = look(start, jax.tree.map(lambda leaf, at=at: leaf[at : at + length], chunk))
+        found.append(kept)
     return _episode(found, unravel_params)
 
 

@@ -9,10 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from matplotlib.text import Text
 
 import streamgrad as sg
-from streamgrad.lab import Candidate, candidates_for, compare, ranks
+from streamgrad.lab import Candidate, candidates_for, compare, frontier, ranks
+from streamgrad.lab.cli.compare import advice, heading
 from streamgrad.lab.cli.main import main
+from streamgrad.lab.report.frontier import draw_frontier, write_frontier
+from streamgrad.lab.report.labels import shared_area
+from streamgrad.theory.predictions import find_prediction
 from tests import tools
 
 
@@ -34,7 +39,7 @@ def test_variance_of_spatial_rtrl_by_enumeration(cell, cut, shaped):
 
 @pytest.fixture(scope="module")
 def rows():
-    """A network, and every estimator of it once; besides, one that is wrong by a half."""
+    """A network, and every estimator of it once, on chunks of 4 and 2 steps; besides, one that is wrong by a half."""
     model = tools.make_model("vanilla", 1, 4)
     params, chunk = tools.make_params(model, seed=2), tools.make_chunk(model, 6, seed=2)
     pre = sg.preuoro(model)
@@ -45,16 +50,18 @@ def rows():
 
     off = Candidate("wrong", "unbiased", sg.GradientEstimator(pre.init, wrong))
     everything = [*candidates_for(model, params, chunk), off]
-    found = compare(model, params, chunk, jax.random.key(3), 2048, 8, repeats=2, candidates=everything)
+    found = compare(model, params, chunk, jax.random.key(3), 2048, 8, repeats=2, candidates=everything, chunk_length=4)
     return {row.name: row for row in found}, (model, params, chunk)
 
 
 def test_verdicts(rows):
     found, _ = rows
-    assert found["bptt"].verdict == found["rtrl"].verdict == "exact"
-    assert found["tbptt window=3"].verdict == found["wrong"].verdict == "biased"
+    assert found["rtrl"].verdict == "exact"
+    assert found["ok"].verdict == "exact"  # its 4 terms hold the 4 steps before the last chunk
+    for name in ("bptt", "tbptt window=3", "uoro inside=backprop shrink=auto", "wrong"):
+        assert found[name].verdict == "biased", name
     for name, row in found.items():
-        if row.promise == "unbiased" and name != "wrong":
+        if row.promise == "unbiased" and name not in ("ok", "wrong"):
             assert row.verdict == "none seen" and row.bias > 0, name
 
 
@@ -68,7 +75,13 @@ def test_measured_is_what_the_theory_predicts(rows):
         assert row.variance_error < 0.1 * row.variance
     assert found["uoro optimal alpha, Q_0"].variance < found["uoro optimal alpha"].variance
     bounds = [row for row in found.values() if row.predicted_is_bound]
-    assert {row.name for row in bounds} == {"uoro", "uoro groups=4", "uoro cut=state", "preuoro"}
+    assert {row.name for row in bounds} == {
+        "uoro",
+        "uoro groups=4",
+        "uoro cut=state",
+        "uoro inside=backprop",
+        "preuoro",
+    }
     for row in bounds:
         assert row.predicted > row.variance - 4 * row.variance_error, row
         assert row.predicted < 2 * row.variance
@@ -102,11 +115,10 @@ def test_command(tmp_path, capsys):
     command = ["compare", "--cell", "vanilla", "--hidden", "2", "--length", "12", "--updates", "2", "--samples", "32"]
     assert main([*command, "--estimators", "rtrl", "tbptt", "--csv", str(table)]) == 0
     out, err = capsys.readouterr()
-    assert (
-        out.splitlines()[1].split()[:2] == ["1", "rtrl"]
-        and "How to read it" in out
-        and "measuring: 0 of 3, tbptt window=3" in err
-    )
+    lines = out.splitlines()
+    assert lines[0] == "A stream of 12 steps in one chunk; B = 8 streams."
+    assert lines[3].split()[:2] == ["1", "rtrl"] and "How to read it" in out
+    assert "measuring: 0 of 3, tbptt window=3" in err
     assert max(map(len, out.splitlines())) <= 80
     with table.open(newline="") as file:
         assert [row["name"] for row in csv.DictReader(file)] == ["rtrl", "tbptt window=10", "tbptt window=3"]
@@ -126,6 +138,10 @@ def test_command(tmp_path, capsys):
         (["--csv", "."], 2, "must be a file"),
         (["--seconds", "0"], 2, "--seconds must be above 0"),
         (["--csv", "/proc/table.csv"], 1, "cannot write"),
+        (["--figure", "/nowhere/frontier.svg"], 2, "--figure /nowhere/frontier.svg must be a file in a folder"),
+        (["--figure", "frontier.pdf"], 2, "--figure frontier.pdf must end in .svg or .png"),
+        (["--chunk-length", "0"], 2, "--chunk-length must be a whole number of at least 1, not 0"),
+        (["--chunk-length", "33"], 2, "--chunk-length must be at most 32, the steps of the stream, not 33"),
     ],
 )
 def test_what_is_wrong_is_said_before_training(options, code, says, capsys, monkeypatch):
@@ -167,7 +183,7 @@ def test_ranks_tell_noise_from_difference(rows):
     assert ranks(table) == [2, 2, 4, 1]
     assert ranks([table[0]._replace(hindsight=True), table[2]]) == [None, 1]
     places = dict(zip(found, ranks(list(found.values())), strict=True))
-    assert places["bptt"] == places["rtrl"] == 1 and places["uoro optimal alpha"] is None
+    assert places["rtrl"] == 1 < places["bptt"] and places["uoro optimal alpha"] is None
     assert max(places["preuoro"], places["uoro groups=4"]) < places["uoro"]
 
 
@@ -175,9 +191,9 @@ def test_carry_is_measured_with_what_it_has_learnt(rows, monkeypatch):
     found, (model, params, chunk) = rows
     assert found["uoro carried"].verdict == "none seen"
     # Without a past it is GIR with the identity, and says so.
-    monkeypatch.setattr("streamgrad.lab.comparison.WARM_UP", 6)
+    monkeypatch.setattr("streamgrad.lab.programs.WARM_UP", 6)
     some = [Candidate("carry", "unbiased", sg.carried(sg.uoro(model)))]
-    (row,) = compare(model, params, chunk, jax.random.key(3), 2048, 8, repeats=1, candidates=some)
+    (row,) = compare(model, params, chunk, jax.random.key(3), 2048, 8, repeats=1, candidates=some, chunk_length=4)
     assert row.name == "carry (nothing learnt yet)"
     np.testing.assert_allclose(row.variance, found["uoro"].variance, rtol=1e-6)
     assert abs(row.variance / found["uoro carried"].variance - 1) > 0.01
@@ -188,3 +204,140 @@ def test_time_limits_the_samples(rows):
     some = candidates_for(model, params, chunk, only=["preuoro"])
     (row,) = compare(model, params, chunk, jax.random.key(3), 4096, 8, 1, some, seconds=1e-9)
     assert row.samples == 4 * 8 and row.squared_error_noise > 0
+
+
+def test_the_chunk_length_matters(rows):
+    """Truncated BPTT is biased where chunks are shorter than the stream, and exact where they are not."""
+    found, (model, params, chunk) = rows
+    exact = ravel_pytree(tools.bptt(model, params, chunk).cell)[0]
+    parts = tools.run(sg.bptt(model), params, list(tools.split(chunk, (4, 2))))[0]
+    want = jnp.sum((ravel_pytree(parts.cell)[0] - exact) ** 2) / jnp.sum(exact**2)
+    np.testing.assert_allclose(found["bptt"].squared_error, want, rtol=1e-9)
+    assert found["ok rank=1"].verdict == found["uoro inside=backprop"].verdict == "none seen"
+    for name in ("ok rank=1", "uoro inside=backprop"):
+        assert 0 < found[name].variance < 0.1 * found["uoro"].variance, name
+
+    across = [sg.bptt(model), sg.ok(model, rank=1), sg.uoro(model, inside="backprop")]
+    some = [Candidate(str(index), "unbiased", est) for index, est in enumerate(across)]
+    whole = compare(model, params, chunk, jax.random.key(3), 32, 8, repeats=1, candidates=some)
+    assert [(row.verdict, row.chunk_length) for row in whole] == 3 * [("exact", 6)]
+
+
+def test_variance_across_chunks_is_what_the_theory_predicts(rows):
+    """Without rescaling the theory is exact: four standard errors, for a sample of fixed seed."""
+    _, (model, params, chunk) = rows
+    options = {"inside": "backprop", "blocks": 2}
+    theory = find_prediction("uoro", options)
+    assert theory is not None and find_prediction("uoro", {**options, "shrink": "auto"}) is None
+
+    def predict(alpha, chunk_length):
+        assert alpha.shape[1:] == (3, 2) and bool(jnp.all(alpha == 1))  # one for each chunk and block
+        ep = sg.variance.collect_chunks(model, params, chunk, chunk_length)
+        return theory.variance(ep, alpha[0], options)
+
+    est = sg.uoro(model, rescale="none", **options)
+    some = [Candidate("uoro", "unbiased", est, predict)]
+    (row,) = compare(model, params, chunk, jax.random.key(5), 4096, 8, 1, some, chunk_length=2)
+    assert abs(row.variance - row.predicted) < 4 * row.variance_error < 0.5 * row.variance
+
+
+def test_chunk_lengths_that_make_no_sense(rows):
+    _, (model, params, chunk) = rows
+    for length, says in ((0, "a whole number of at least 1"), (7, "at most 6, the steps of the stream")):
+        with pytest.raises(ValueError, match=f"^chunk_length must be {says}, not {length}.$"):
+            compare(model, params, chunk, jax.random.key(3), chunk_length=length)
+
+
+def test_one_stream_has_no_spread_to_look_at(rows):
+    _, (model, params, chunk) = rows
+    some = [one for one in candidates_for(model, params, chunk, only=["uoro"]) if "shrink" in one.name]
+    assert compare(model, params, chunk, jax.random.key(3), 4, 1, 1, some, chunk_length=4) == []
+
+
+def test_noise_across_chunks_is_on_the_state_of_any_cell():
+    model = tools.make_model("nested")
+    params, chunk = tools.make_params(model), tools.make_chunk(model, 4)
+    names = {one.name for one in candidates_for(model, params, chunk, only=["uoro"])}
+    assert {"uoro", "uoro inside=backprop"} <= names
+
+
+def hand_made(base, **rows):
+    """Rows of a name, an error, its noise, a time and a memory each."""
+    return [
+        base._replace(
+            name=name,
+            verdict="exact" if error == 0 else "none seen",
+            squared_error=error,
+            squared_error_noise=noise,
+            us_per_step=time,
+            state_bytes=memory,
+            scratch_bytes=0,
+        )
+        for name, (error, noise, time, memory) in rows.items()
+    ]
+
+
+def test_the_frontier_is_what_no_other_row_beats(rows):
+    base = rows[0]["uoro"]
+    table = hand_made(
+        base,
+        slow_exact=(0.0, 0.0, 100.0, 50),
+        exact=(0.0, 0.0, 50.0, 500),
+        cheap=(1.0, 0.01, 1.0, 10),
+        same_but_slower=(0.99, 0.01, 2.0, 5),
+        better=(0.1, 0.01, 10.0, 20),
+        worse=(0.5, 0.01, 20.0, 30),
+        hardly_measured=(0.6, 5.0, 5.0, 1),
+    )
+    names = [row.name for row in frontier(table)]
+    assert names == ["cheap", "hardly_measured", "better", "exact"]
+    names = [row.name for row in frontier(table, "memory_bytes")]
+    assert names == ["hardly_measured", "better", "slow_exact"]
+    # Of hindsight is no choice.
+    assert [row.name for row in frontier([table[2]._replace(hindsight=True), table[4]])] == ["better"]
+    text = " ".join(advice(table).split())
+    assert "Least error for its time: cheap; hardly_measured; better; exact." in text
+    assert "Least error for its memory: hardly_measured; better; slow_exact." in text
+
+
+def test_the_heading_says_how_the_stream_was_cut(rows):
+    base = rows[0]["uoro"]
+    for length, chunk_length, says in (
+        (6, 6, "one chunk"),
+        (6, 4, "1 chunk of 4 and one of 2"),
+        (6, 2, "3 chunks of 2"),
+    ):
+        text = heading(base._replace(length=length, chunk_length=chunk_length))
+        assert text == f"A stream of 6 steps in {says}; B = 8 streams."
+
+
+def test_command_draws_the_frontier(tmp_path, capsys):
+    table, figure = tmp_path / "table.csv", tmp_path / "frontier.svg"
+    command = ["compare", "--cell", "vanilla", "--hidden", "2", "--length", "9", "--updates", "2", "--samples", "32"]
+    command += ["--chunk-length", "4", "--estimators", "bptt", "rtrl"]
+    assert main([*command, "--csv", str(table), "--figure", str(figure)]) == 0
+    out, _ = capsys.readouterr()
+    assert "A stream of 9 steps in 2 chunks of 4 and one of 1; B = 8 streams." in out
+    assert "Least error for its time: " in out
+    with table.open(newline="") as file:
+        found = {row["name"]: row for row in csv.DictReader(file)}
+    assert found["rtrl"]["best_for_memory"] == "True" and found["bptt"]["chunk_length"] == "4"
+    text = figure.read_text()
+    assert all(word in text for word in ("bptt", "rtrl", "exact", "9 steps in chunks of 4, mean over 8 streams"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["frontier.svg", "table.csv"]
+
+
+def test_the_figure_of_any_rows_can_be_drawn(rows, tmp_path):
+    """All of the fixture; only exact ones; only one. The PNG is one, and no name covers another or leaves the axes."""
+    found = list(rows[0].values())
+    write_frontier(tmp_path / "frontier.png", found)
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    for some in (found, [rows[0]["rtrl"]], [rows[0]["uoro"]]):
+        figure = draw_frontier(some)
+        figure.draw_without_rendering()
+        for ax in figure.axes:
+            boxes = np.array([Text.get_window_extent(text).extents for text in ax.texts])  # without the lines to them
+            assert len(boxes) == sum(not row.hindsight for row in some)
+            shared = shared_area(boxes, boxes)
+            assert np.all(shared[~np.eye(len(boxes), dtype=bool)] == 0)
+            np.testing.assert_allclose(shared_area(boxes, ax.bbox.extents[None])[:, 0], shared.diagonal())

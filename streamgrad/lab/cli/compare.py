@@ -1,6 +1,7 @@
 """`streamgrad compare`: the tables by which one picks an estimator."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import textwrap
@@ -13,17 +14,19 @@ import optax
 import tyro
 
 from streamgrad.base import Chunk, Model, Params
-from streamgrad.checks import check_size
+from streamgrad.checks import check_at_most, check_size
 from streamgrad.engine.streams import batched
 from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.registry import REGISTRY
 from streamgrad.lab.candidates import candidates_for
+from streamgrad.lab.choice import frontier, ranks
 from streamgrad.lab.cli.options import UsageError, choose, from_options, task_options
 from streamgrad.lab.cli.show import print_table
 from streamgrad.lab.cli.train import Pairs, TaskName
-from streamgrad.lab.comparison import LEAST, Comparison, compare, ranks, same_error
+from streamgrad.lab.comparison import LEAST, Comparison, compare
 from streamgrad.lab.files import check_room
 from streamgrad.lab.progress import COMPILING, showing
+from streamgrad.lab.report.frontier import SUFFIXES, write_frontier
 from streamgrad.lab.tables import write_rows
 from streamgrad.lab.tasks import Task
 from streamgrad.lab.training import begin, run_one, training_step
@@ -35,6 +38,8 @@ class Options:
     """Squared error, time and memory of every estimator for a model, measured and predicted.
 
     The model is trained a little with exact gradients first, since the noise of an estimate depends on the parameters.
+    Then every estimator takes one stream chunk by chunk, as in training, and the sum of its gradients is compared with
+    the exact gradient of the whole stream.
     """
 
     estimators: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME ...]")] = ()
@@ -47,8 +52,10 @@ class Options:
     """Where the stream comes from."""
     task_options: Pairs = ()
     """Options of the task, such as delay=8 for queue, read=pixels for digits, path=FILE for text."""
-    length: int = 20
-    """Steps of the chunk, for tasks whose episodes have no length of their own."""
+    length: int = 32
+    """Steps of the stream, for tasks whose episodes have no length of their own."""
+    chunk_length: int | None = None
+    """Steps of a chunk; by default 16, or the whole stream where that is shorter."""
     updates: int = 200
     """How long to train before, by BPTT and Adam."""
     samples: int = 2048
@@ -63,12 +70,17 @@ class Options:
     """Print JSON, for a program to read."""
     csv: Path | None = None
     """Write the numbers to this file as well."""
+    figure: Path | None = None
+    """Draw error against time and memory into this file, .svg or .png."""
 
 
 def main(options: Options) -> None:
     """Measure, and print the tables with how to read them."""
     check(options)
     task = task_of(options)
+    if options.chunk_length is not None:
+        with from_options():
+            check_at_most("--chunk-length", options.chunk_length, task.length, "the steps of the stream")
     key = jax.random.key(options.seed)
     with showing() as progress:
         progress("training", 0, max(1, options.updates), COMPILING)
@@ -85,14 +97,17 @@ def main(options: Options) -> None:
             progress=progress,
             past=past_of(task_of(options, options.streams), key),
             seconds=options.seconds,
+            chunk_length=options.chunk_length,
         )
-    plain = [_plain(row, rank) for row, rank in by_rank(rows)]
+    plain = [{**_plain(row, rank), **best_for(row, rows)} for row, rank in by_rank(rows)]
     if options.json:
         print(json.dumps(plain, indent=2))
     else:
         print_rows(rows)
     if options.csv is not None:
         write_rows(options.csv, plain)
+    if options.figure is not None:
+        write_frontier(options.figure, rows)
 
 
 def check(options: Options) -> None:
@@ -102,15 +117,23 @@ def check(options: Options) -> None:
     sizes = {f"--{name}": getattr(options, name) for name in ("hidden", "length", "streams")}
     with from_options():
         check_size(**sizes)
+        if options.chunk_length is not None:
+            check_size(**{"--chunk-length": options.chunk_length})
         check_size(least=0, **{"--updates": options.updates})
         if not options.seconds > 0:
             raise ValueError(f"--seconds must be above 0, not {options.seconds}.")
         check_size(least=LEAST * options.streams, **{"--samples": options.samples})
-    if options.csv is not None:
-        folder = options.csv.absolute().parent
-        if not folder.is_dir() or options.csv.is_dir():
-            raise UsageError(f"--csv {options.csv} must be a file in a folder that exists.")
-        check_room(folder, 1 << 16)
+    for option, path in (("--csv", options.csv), ("--figure", options.figure)):
+        if path is not None:
+            folder = path.absolute().parent
+            if not folder.is_dir() or path.is_dir():
+                raise UsageError(f"{option} {path} must be a file in a folder that exists.")
+            check_room(folder, 1 << 18)
+    if options.figure is not None:
+        if options.figure.suffix not in SUFFIXES:
+            raise UsageError(f"--figure {options.figure} must end in {' or '.join(SUFFIXES)}.")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError('--figure needs matplotlib: pip install "streamgrad[cli]".')
 
 
 def task_of(options: Options, batch_size: int = 32) -> Task:
@@ -144,6 +167,11 @@ def past_of(task: Task, key: Any) -> Callable[[int], Chunk]:
     return past
 
 
+def best_for(row: Comparison, rows: Sequence[Comparison]) -> dict[str, bool]:
+    """Whether no other row beats this one, in error and time, and in error and memory."""
+    return {"best_for_time": row in frontier(rows), "best_for_memory": row in frontier(rows, "memory_bytes")}
+
+
 def _plain(row: Comparison, rank: int | None) -> dict[str, Any]:
     named = {"rank": rank, **row._asdict()}
     return {name: None if isinstance(x, float) and math.isnan(x) else x for name, x in named.items()}
@@ -155,67 +183,84 @@ def by_rank(rows: Sequence[Comparison]) -> list[tuple[Comparison, int | None]]:
 
 
 def print_rows(rows: Sequence[Comparison]) -> None:
-    """The ranking, what it is made of, and how to read both."""
+    """What was measured, the ranking, what it is made of, and how to read both."""
     ranked = by_rank(rows)
     places = [rank for _, rank in ranked]
     streams = rows[0].streams
-    header = ["rank", "estimator", f"error, B={streams}", "±95%", "µs/step", "state", "scratch"]
+    header = ["rank", "estimator", "error", "±95%", "µs/step", "memory", "best"]
     lines = []
     for row, rank in ranked:
         place = "-" if rank is None else f"{rank}{'=' if places.count(rank) > 1 else ''}"
         error, noise = ("0", "") if row.verdict == "exact" else (number(row.squared_error), row.squared_error_noise)
-        memory = [size(row.state_bytes), size(row.scratch_bytes)]
-        lines.append([place, row.name, error, within(noise), number(row.us_per_step), *memory])
+        best = best_for(row, rows)
+        sign = BEST[best["best_for_time"], best["best_for_memory"]]
+        costs = [number(row.us_per_step), size(row.memory_bytes)]
+        lines.append([place, row.name, error, within(noise), *costs, sign])
+    print(heading(rows[0]))
+    print()
     print_table(header, lines)
     print()
     print_table(DETAILS, [details(row) for row, _ in ranked])
     print(READING.format(streams=streams))
-    print(advice(ranked))
+    print(advice(rows))
 
 
+def heading(row: Comparison) -> str:
+    """How the stream was cut."""
+    count, rest = divmod(row.length, row.chunk_length)
+    if row.length == row.chunk_length:
+        cut = "one chunk"
+    else:
+        cut = f"{count} {'chunk' if count == 1 else 'chunks'} of {row.chunk_length}"
+        cut += f" and one of {rest}" if rest else ""
+    return f"A stream of {row.length} steps in {cut}; B = {row.streams} streams."
+
+
+BEST = {(True, True): "both", (True, False): "time", (False, True): "mem.", (False, False): ""}
 DETAILS = ["estimator", "bias²", "±95%", "seen", "variance", "±95%", "theory"]
 GLUE = "\N{NO-BREAK SPACE}"  # keeps a name in one line
 READING = """
-How to read it. g is the exact gradient of the chunk, by BPTT; errors are
-relative to its squared norm.
+How to read it. g is the exact gradient of the whole stream, by BPTT; errors are
+relative to its squared norm. Estimators get the stream chunk by chunk.
 - error: the expected squared distance from g of the mean over {streams} streams,
   bias² + variance / {streams}. Rows of the same rank, marked "=", differ by no more
   than the noise of this measurement; more --samples tell them apart.
+- best: no other row has as small an error, within noise, in less time, or in
+  less memory, or both.
+- bptt looks back to the beginning of the chunk, so that it is truncated BPTT;
+  rtrl, ok (8 terms, if no rank is said) and uoro with inside=backprop add to it
+  what lies before.
 - bias² does not fall with the number of streams; seen is "none" where it is
   not beyond noise. variance is that of one stream's estimate.
 - theory: the predicted variance; "<" where that is a bound, because GIR's
   alpha depends on the noise.
-- µs/step and memory are for one stream. state is kept from chunk to chunk;
-  scratch is needed during an update, and that of bptt grows with the chunk.
-- "carried" has learnt from earlier chunks of the same task; the stream that
-  it is measured on begins with the chunk, as for all.
-- Rank "-": optimal alpha and Q_0 were fitted to this very chunk. They show
+- µs/step and memory are for one stream, at this chunk length and number of
+  streams. Memory is what is kept from chunk to chunk, and what an update needs
+  beside it; --csv has the two apart.
+- "carried", and shrink=auto, have learnt from earlier streams of the same task;
+  the stream that they are measured on begins afresh, as for all.
+- Rank "-": optimal alpha and Q_0 were fitted to this very stream. They show
   what there is to gain.
 """
 
 
-def advice(ranked: Sequence[tuple[Comparison, int | None]]) -> str:
-    """Which rows are worth a look: those that no other online row beats in error without taking longer."""
-    online = [row for row, rank in ranked if rank is not None and row.promise != "exact in the chunk"]
-    unbiased = [row for row in online if row.promise == "exact" or row.promise.startswith("unbiased")]
+def advice(rows: Sequence[Comparison]) -> str:
+    """Which rows are worth a look: those that no other beats."""
+    unbiased = [row for row in rows if row.promise == "exact" or row.promise.startswith("unbiased")]
     lines = []
-    for rows, which in ((online, "of those that work online"), (unbiased, "of those without bias")):
-        if rows:
-            names = "; ".join(row.name.replace(" ", GLUE) for row in unbeaten(rows))
-            lines.append(f"Smallest error for its time, {which}: {names}.")
+    for some, which in ((rows, ""), (unbiased, ", without bias")):
+        for cost, what in (("us_per_step", "time"), ("memory_bytes", "memory")):
+            if best := frontier(some, cost):
+                names = "; ".join(row.name.replace(" ", GLUE) for row in best)
+                lines.append(f"Least error for its {what}{which}: {names}.")
+    if rows[0].length == rows[0].chunk_length:
+        lines.append(
+            "The stream is one chunk, inside which backpropagation is exact: a shorter --chunk-length shows what it "
+            "costs to know what lies before a chunk."
+        )
     lines.append("A small error is not yet fast learning: noise averages out over updates, bias adds up.")
     filled = [textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False) for line in lines]
     return "\n".join(filled).replace(GLUE, " ")
-
-
-def unbeaten(rows: Sequence[Comparison]) -> list[Comparison]:
-    """Those of which no other has a smaller error, beyond noise, in no more time."""
-
-    def beats(other: Comparison, row: Comparison) -> bool:
-        smaller = other.squared_error < row.squared_error and not same_error(other, row)
-        return smaller and other.us_per_step <= row.us_per_step
-
-    return [row for row in rows if not any(beats(other, row) for other in rows)]
 
 
 def details(row: Comparison) -> list[str]:
