@@ -85,8 +85,8 @@ def uoro(
 
     Returns:
       The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`, or `[1, R]` for the whole chunk.
-      `streamgrad.with_noise` changes q0 and α in its state, and `streamgrad.carried` chooses them from what past windows
-      have shown.
+      `streamgrad.with_noise` changes q0 and α in its state, and `streamgrad.carried` chooses them from what past
+      windows have shown.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
