@@ -51,7 +51,7 @@ def batched(est: GradientEstimator, batch_size: int) -> GradientEstimator:
     check = once_per_shape(lambda state, chunk: check_batch(state, chunk, batch_size))
 
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
-        check(state, chunk)
+        check(bare(state), chunk)
         return streams.update(params, state, chunk, one_key_per_stream(key, batch_size))
 
     def advance(
