@@ -43,6 +43,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 MAIN = ("bptt", "uoro", "uoro, no rescaling", "uoro, plain form")
+# What is measured with no other program beside it, which would share the caches.
+ALONE = {
+    "pair": ["bptt", "uoro"],
+    "windows": ["bptt", "tbptt, window 16", "tbptt, window 16, every 4", "tbptt, one block", "tbptt, two blocks"],
+}
 # The largest influence that is tried, in bytes over all streams.
 LARGEST = {"smoke": 2**24, "cpu": 2**29, "gpu": 2**34}
 
@@ -56,11 +61,14 @@ def estimators(model: sg.Model, streams: int, length: int, limit: int) -> dict[s
         "uoro": sg.uoro(model),
         "uoro, no rescaling": sg.uoro(model, rescale="none"),
         "uoro, 8 groups": sg.uoro(model, groups=8),
+        "tbptt, window 16": sg.tbptt(model, window=16),
     }
     if length > 1:
         found["uoro, plain form"] = sg.uoro(model, form="plain")
         found["bptt, recompute 8"] = sg.bptt(model, recompute=8)
-        found["tbptt, window 16"] = sg.tbptt(model, window=16)
+        found["tbptt, window 16, every 4"] = sg.tbptt(model, window=16, every=4)
+        found["tbptt, one block"] = sg.tbptt(model, window=length, every=length)
+        found["tbptt, two blocks"] = sg.tbptt(model, window=2 * length, every=length)
     if 4 * streams * layout.size * layout.state_size * 64 < limit:
         found["preuoro"] = sg.preuoro(model)
     if 4 * streams * layout.state_size * params * 16 < limit:
@@ -111,10 +119,9 @@ def measure_sizes(table: Table, cell: str, preset: str, only: list[str] | None =
                 continue
             model, params, chunk = make_problem(cell, hidden, streams, length)
             chosen = estimators(model, streams, length, LARGEST[preset])
-            if hidden > 256 or cell != "lstm":  # the rest is measured at the smaller sizes
-                chosen = {name: est for name, est in chosen.items() if name in MAIN}
-            if only is not None:
-                chosen = {name: est for name, est in chosen.items() if name in only}
+            # The rest is measured at the smaller sizes.
+            names = only or (MAIN if hidden > 256 or cell != "lstm" else chosen)
+            chosen = {name: est for name, est in chosen.items() if name in names}
             programs = {name: compiled(est, params, chunk, streams) for name, est in chosen.items()}
             if cell != "gru" and only is None:
                 state = (jnp.zeros((streams, hidden)), jnp.zeros((streams, hidden)))
@@ -205,15 +212,15 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", choices=("vanilla", "lstm", "gru"), default=["lstm", "vanilla"])
     parser.add_argument("--all", action=argparse.BooleanOptionalAction, default=True, help="memory, growth, RTRL")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--pair", action="store_true", help="bptt and uoro alone, which share the caches with no other")
+    parser.add_argument("--alone", choices=ALONE, help="these alone: bptt and uoro, or bptt and tbptt")
     arguments = parser.parse_args()
     table = Table()
-    path = arguments.out / f"cost_{arguments.preset}{'_pair' if arguments.pair else ''}.csv"
+    path = arguments.out / f"cost_{arguments.preset}{f'_{arguments.alone}' if arguments.alone else ''}.csv"
     print(f"{table.device}, jax {jax.__version__}, float32 with the default matrix precision")
     for cell in arguments.cells:
-        measure_sizes(table, cell, arguments.preset, ["bptt", "uoro"] if arguments.pair else None)
+        measure_sizes(table, cell, arguments.preset, ALONE.get(arguments.alone))
         table.write(path)
-    if arguments.all and not arguments.pair:
+    if arguments.all and not arguments.alone:
         measure_memory(table, arguments.cells[0], arguments.preset)
         measure_growth(table, arguments.cells[0], arguments.preset)
         measure_rtrl(table, arguments.preset)
