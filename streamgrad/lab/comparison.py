@@ -186,7 +186,7 @@ def _row(
         squared_bias_noise=found.squared_bias_error / square,
         bias=bias,
         bias_noise=noise,
-        verdict=_verdict(bias, noise, eps ** (0.75 if candidate.noisy else 0.5)),
+        verdict=_verdict(bias, noise, math.sqrt(found.variance) / norm, eps),
         variance=found.variance / square,
         variance_error=found.variance_error / square,
         predicted=None if predicted is None else float(predicted) / square,
@@ -290,8 +290,8 @@ def _squared_mean(sizes: np.ndarray, means: Sequence[Array]) -> tuple[float, flo
     return float(all_products / all_weights), error
 
 
-def _verdict(bias: float, noise: float, rounding: float) -> str:
-    """What is seen of a bias; noise can be small and yet be more than rounding, so that it has a smaller limit."""
-    if bias < rounding and noise < rounding:
+def _verdict(bias: float, noise: float, spread: float, eps: float) -> str:
+    """What is seen of a bias. Rounding adds up over a stream, but is the same for every key: noise has a lower limit."""
+    if bias < eps**0.5 and spread < eps**0.75:
         return "exact"
     return "none seen" if bias <= LIMIT * noise else "biased"

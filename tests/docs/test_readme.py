@@ -13,7 +13,7 @@ from streamgrad.estimators import markdown_table
 from tests.tools import ROOT, code_blocks, error, make_chunk, make_model, make_params, run
 
 README = ROOT / "README.md"
-PAGES = ("README.md", "docs/variance.md", "docs/carried.md", "docs/reinforce.md")
+PAGES = ("README.md", "docs/choosing.md", "docs/variance.md", "docs/carried.md", "docs/reinforce.md")
 MARKS = ("<!-- estimators -->\n", "<!-- /estimators -->")
 
 
