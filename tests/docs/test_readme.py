@@ -13,7 +13,9 @@ from streamgrad.estimators import markdown_table
 from tests.tools import ROOT, code_blocks, error, make_chunk, make_model, make_params, run
 
 README = ROOT / "README.md"
-PAGES = ("README.md", "docs/variance.md", "docs/carried.md", "docs/acting.md", "docs/reinforce.md")
+PAGES = ("README.md",) + tuple(
+    f"docs/{name}.md" for name in ("chunks", "choosing", "variance", "carried", "acting", "reinforce")
+)
 MARKS = ("<!-- estimators -->\n", "<!-- /estimators -->")
 
 

@@ -180,6 +180,22 @@ def test_the_squared_error_is_that_of_the_mean_over_streams(rows):
             assert row.squared_bias < 4 * row.squared_bias_noise + 1e-12, row.name
 
 
+def test_a_bias_hides_no_noise(rows):
+    """The standard error of the variance of an estimator that is noisy and far off, and of one with few samples."""
+    found, (model, params, chunk) = rows
+    pre = sg.preuoro(model)
+
+    def far_off(params, state, chunk, key):
+        grads, state, info = pre.update(params, state, chunk, key)
+        return jax.tree.map(lambda leaf: leaf + 100.0, grads), state, info
+
+    some = [Candidate("far off", "biased", sg.GradientEstimator(pre.init, far_off))]
+    (row,) = compare(model, params, chunk, jax.random.key(3), 2048, 8, repeats=1, candidates=some, chunk_length=4)
+    np.testing.assert_allclose(row.variance_error, found["preuoro"].variance_error, rtol=0.1)
+    (row,) = compare(model, params, chunk, jax.random.key(3), 32, 8, repeats=1, candidates=some, chunk_length=4)
+    assert row.variance_error > 0.05 * row.variance
+
+
 def test_ranks_tell_noise_from_difference(rows):
     found, _ = rows
     base = found["uoro"]._replace(squared_error_noise=0.1)

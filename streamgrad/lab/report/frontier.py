@@ -2,6 +2,7 @@
 
 import io
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from streamgrad.lab.report.figure import standalone_svg
 from streamgrad.lab.report.labels import place_labels
 
 SUFFIXES = (".svg", ".png")
+WIDEST = 22  # letters of a name in one line
 INK, FAINT, LINE = COLOURS[0], "#6b6b6b", COLOURS[1]
 PANELS = (
     ("us_per_step", "time for a step of one stream"),
@@ -51,7 +53,7 @@ def draw_frontier(rows: Sequence[Comparison]) -> Any:
 
     rows = [row for row in rows if not row.hindsight]
     floor = _floor(rows)
-    fig = Figure(figsize=(10.4, 5.8), layout="constrained")
+    fig = Figure(figsize=(9.2, 5.8), layout="constrained")
     panels = fig.subplots(1, 2, sharey=True)
     best = {cost: frontier(rows, cost) for cost, _ in PANELS}
     _label_errors(panels[0], rows, floor)
@@ -69,7 +71,8 @@ def draw_frontier(rows: Sequence[Comparison]) -> Any:
         important = [row in best[cost] for row in rows]
         left, right = map(float, ax.get_xlim())
         lines = [*_staircase(best[cost], cost, floor, right), ((left, floor), (right, floor))]
-        place_labels(ax, points, [row.name for row in rows], important, lines, (INK, FAINT))
+        names = ["\n".join(textwrap.wrap(row.name, WIDEST, break_on_hyphens=False)) for row in rows]
+        place_labels(ax, points, names, important, lines, (INK, FAINT))
     return fig
 
 

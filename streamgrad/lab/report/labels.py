@@ -42,7 +42,7 @@ def place_labels(
     important: Sequence[bool],
     lines: Sequence[tuple[Spot, Spot]],
     colours: tuple[str, str],
-    size: float = 8.0,
+    size: float = 8.5,
 ) -> None:
     """Write each name beside its point: over no other name and no other point, and not across a line if possible.
 
@@ -64,8 +64,7 @@ def place_labels(
         text = ax.text(0, 0, name, fontsize=size)
         sizes.append(scale * text.get_window_extent().size + np.array([GAP, 0]))
         text.remove()
-    order = sorted(range(len(names)), key=lambda i: (not important[i], *spots[i]))
-    found, far = arrange(spots, np.array(sizes), order, thin, scale * ax.get_window_extent().extents)
+    found, far = arrange(spots, np.array(sizes), important, thin, scale * ax.get_window_extent().extents)
     for index, box in enumerate(found):
         colour = colours[0] if important[index] else colours[1]
         lead = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.7, "shrinkA": 0, "shrinkB": 3}
@@ -84,43 +83,58 @@ def place_labels(
 
 
 def arrange(
-    spots: np.ndarray, sizes: np.ndarray, order: Sequence[int], lines: np.ndarray, frame: np.ndarray
+    spots: np.ndarray, sizes: np.ndarray, important: Sequence[bool], lines: np.ndarray, frame: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """A place for each name, on the canvas.
 
     Args:
       spots: the points, `[n, 2]`.
       sizes: width and height of their names, likewise.
-      order: which comes first.
+      important: which are placed first.
       lines: rectangles that are better not covered.
       frame: the rectangle that no name may leave.
 
     Returns:
       The rectangles of the names, and whether each is so far from its point that a line leads there. One name at a time
-      takes the best place that the others leave, a few rounds long.
+      takes the best place that the others leave, a few rounds long; of several orders to do so the best counts.
 
     Example:
       >>> import numpy as np
       >>> spots, sizes = np.array([[100.0, 50.0], [104.0, 50.0]]), np.array([[60.0, 10.0]] * 2)
-      >>> boxes, _ = arrange(spots, sizes, [0, 1], np.zeros((0, 4)), np.array([0.0, 0.0, 300.0, 100.0]))
+      >>> boxes, _ = arrange(spots, sizes, [True, True], np.zeros((0, 4)), np.array([0.0, 0.0, 300.0, 100.0]))
       >>> float(shared_area(boxes[:1], boxes[1:])[0, 0])
       0.0
     """
-    marks = np.concatenate([spots - MARK, spots + MARK], axis=1)
     places = [_around(spot, size) for spot, size in zip(spots, sizes, strict=True)]
+    found = []
+    for direction in ((1, 0), (-1, 0), (0, 1), (0, -1)):
+        along = zip(np.logical_not(important), spots @ np.array(direction), range(len(spots)), strict=True)
+        order = [index for _, _, index in sorted(along)]
+        found.append(_in_turns(places, spots, order, lines, frame))
+    rows = min(found)[1]
+    return (
+        np.stack([place.boxes[at] for place, at in zip(places, rows, strict=True)]),
+        np.array([bool(np.any(place.leads[at])) for place, at in zip(places, rows, strict=True)]),
+    )
+
+
+def _in_turns(
+    places: Sequence[Places], spots: np.ndarray, order: Sequence[int], lines: np.ndarray, frame: np.ndarray
+) -> tuple[float, list[int]]:
+    """What the places of all names cost in the end, and which they are."""
+    marks = np.concatenate([spots - MARK, spots + MARK], axis=1)
     chosen: dict[int, int] = {}
+    costs: dict[int, float] = {}
     for _ in range(ROUNDS):
         for own in order:
             others = [(places[i].boxes[at], places[i].leads[at]) for i, at in chosen.items() if i != own]
             boxes = np.concatenate([np.delete(marks, own, axis=0), *(box[None] for box, _ in others)])
             leads = np.concatenate([lines, *(lead[lead.any(axis=1)] for _, lead in others)])
-            harm = _harm(places[own], boxes, leads, frame) + _mistaken(places[own], spots, own)
-            chosen[own] = int(np.argmin(harm + places[own].prices))
-    rows = [chosen[index] for index in range(len(spots))]
-    return (
-        np.stack([place.boxes[at] for place, at in zip(places, rows, strict=True)]),
-        np.array([bool(np.any(place.leads[at])) for place, at in zip(places, rows, strict=True)]),
-    )
+            here = places[own]
+            cost = _harm(here, boxes, leads, frame) + _mistaken(here, spots, own) + here.prices
+            chosen[own] = int(np.argmin(cost))
+            costs[own] = float(cost[chosen[own]])
+    return sum(costs.values()), [chosen[index] for index in range(len(spots))]
 
 
 def _harm(places: Places, boxes: np.ndarray, leads: np.ndarray, frame: np.ndarray) -> np.ndarray:
