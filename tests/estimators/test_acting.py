@@ -82,6 +82,7 @@ def test_credit_is_linear_and_changes_nothing(row, cut):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(est.credit(params, state, 0 * a)))
 
 
+@pytest.mark.slow
 @each
 def test_inside_a_scan(row, cut):
     """An update at every step of a compiled loop, with one trace in the carry and without."""
@@ -138,6 +139,7 @@ def test_many_streams(row, cut):
     assert jax.tree.map(jnp.shape, state._replace(trace=None)) == jax.tree.map(jnp.shape, many.init(params))
 
 
+@pytest.mark.slow
 @each
 def test_one_trace_per_shape_in_float32(row, cut):
     """However often they are called, with a state that has a trace or none; and nothing becomes float64."""
@@ -161,6 +163,7 @@ def test_one_trace_per_shape_in_float32(row, cut):
         assert not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.float32
 
 
+@pytest.mark.slow
 @each
 def test_other_cells(row, cut):
     """With several weight matrices, and without any."""
@@ -172,6 +175,7 @@ def test_other_cells(row, cut):
     assert error(est.credit(params, state, dl_doutput), want.cell) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row, cut", [case for case in CASES if noisy(case[0])], ids=lambda of: getattr(of, "name", of))
 def test_noise_that_is_given(row, cut):
     """In place of the key, as in `update`; it is part of the trace. And old-style keys."""
