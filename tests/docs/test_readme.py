@@ -13,9 +13,8 @@ from streamgrad.estimators import markdown_table
 from tests.tools import ROOT, code_blocks, error, make_chunk, make_model, make_params, run
 
 README = ROOT / "README.md"
-PAGES = ("README.md",) + tuple(
-    f"docs/{name}.md" for name in ("chunks", "choosing", "variance", "carried", "acting", "reinforce")
-)
+NAMES = ("chunks", "choosing", "variance", "carried", "acting", "reinforce")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
 MARKS = ("<!-- estimators -->\n", "<!-- /estimators -->")
 
 
