@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from streamgrad.checks import check_choice
 from streamgrad.lab.comparison import Comparison
 
 COSTS = ("us_per_step", "memory_bytes")  # of a row, what an error may be weighed against
@@ -41,7 +42,19 @@ def frontier(rows: Sequence[Comparison], cost: str = "us_per_step") -> list[Comp
     Returns:
       Those rows, the cheapest first; of each the error is smaller than of all before. Rows of hindsight are no choice,
       and left out.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> from streamgrad.lab import candidates_for, compare, frontier
+      >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.softmax(2))
+      >>> params = model.init(jax.random.key(0))
+      >>> stream = sg.Chunk(jnp.ones((6, 2)), jnp.zeros(6, int))
+      >>> some = candidates_for(model, params, stream, only=["bptt", "rtrl"])
+      >>> rows = compare(model, params, stream, jax.random.key(1), candidates=some, chunk_length=2)
+      >>> [row.name for row in frontier(rows, "memory_bytes")]
+      ['bptt', 'rtrl']
     """
+    check_choice("cost", cost, COSTS)
     choices = [row for row in rows if not row.hindsight]
 
     def beats(other: Comparison, row: Comparison) -> bool:

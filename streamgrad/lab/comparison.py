@@ -291,7 +291,7 @@ def _squared_mean(sizes: np.ndarray, means: Sequence[Array]) -> tuple[float, flo
 
 
 def _verdict(bias: float, noise: float, spread: float, eps: float) -> str:
-    """What is seen of a bias. Rounding adds up over a stream, but is the same for every key: noise has a lower one."""
+    """What is seen of a bias. Rounding adds up over a stream, but is the same for every key: noise is held to less."""
     if bias < eps**0.5 and spread < eps**0.75:
         return "exact"
     return "none seen" if bias <= LIMIT * noise else "biased"
