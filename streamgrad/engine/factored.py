@@ -154,7 +154,7 @@ class Factored:
             inside = [jax.lax.dynamic_slice_in_dim(leaf, offset, count, axis=2) for leaf in known.v_v]
             steps = (inputs, reset, right, _Known(inside, known.square))
         step = functools.partial(self._step, params, self.init(params), alpha)
-        end, kept = jax.lax.scan(step, (*begin, here), (jnp.arange(count), steps), unroll=unroll())
+        end, kept = jax.lax.scan(step, (*begin, here), (jnp.arange(count), steps), unroll=unroll(on_cpu=2))
         if known is not None:
             sigma, c = _left_at_the_end(*_cotangent_scales(kept["scales"], reset))
             ahead = _look_further_ahead(self.groups, ahead, known.v_v, kept["features"], sigma, c)
