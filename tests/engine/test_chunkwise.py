@@ -16,6 +16,8 @@ from streamgrad.step.weights import steps_at_once
 from tests.engine.random_models import check_one
 from tests.tools import all_signs, bptt, error, made, make_chunk, make_model, make_params, run, split
 
+SLOWER = [("vanilla", None), ("nested", (1,))]
+
 
 def state_size(model, params):
     return ravel_pytree(model.init_state(params))[0].size
@@ -51,7 +53,10 @@ def test_uoro_across_is_unbiased(cell, reset, options):
     assert error(mean_of(found), bptt(model, params, chunk)) < 1e-10
 
 
-@pytest.mark.parametrize("cell, reset", [("vanilla", None), ("vanilla", (3,)), ("gru", None), ("nested", (1,))])
+@pytest.mark.parametrize(
+    "cell, reset",
+    [("vanilla", (3,)), ("gru", None), *(pytest.param(*c, marks=pytest.mark.slow) for c in SLOWER)],
+)
 @pytest.mark.parametrize("blocks, alpha", [(1, None), (2, (2.0, 0.5, 3.0))])
 def test_spread_of_uoro_across_is_the_theory(cell, reset, blocks, alpha):
     model = make_model(cell)

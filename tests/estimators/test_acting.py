@@ -112,6 +112,7 @@ def test_inside_a_scan(row, cut):
     assert outputs.shape == (len(chunk.targets), model.width)
 
 
+@pytest.mark.slow
 @each
 def test_many_streams(row, cut):
     """The gradient of each stream is that of a single estimator; of all of them, their mean. One key, or one each."""

@@ -34,7 +34,12 @@ ROWS = list(REGISTRY.values())
 # Each estimator at each cut it has; those without a cut once.
 CASES = [(row, cut) for row in ROWS for cut in (row.cuts or (None,))]
 IDS = [f"{row.name}-{cut}" if cut else row.name for row, cut in CASES]
-each = pytest.mark.parametrize("row, cut", CASES, ids=IDS)
+# Of several cuts the usual one, which is the last; the others are for `make slow`.
+each = pytest.mark.parametrize(
+    "row, cut",
+    [pytest.param(row, cut, marks=[pytest.mark.slow] if cut and cut != row.cuts[-1] else []) for row, cut in CASES],
+    ids=IDS,
+)
 
 
 def noisy(row) -> bool:
