@@ -173,7 +173,7 @@ def measure_rtrl(table: Table, preset: str) -> None:
             return end[0, 0], end, sg.Info(end[0, :1], {})
 
         programs = {
-            "rtrl": compiled(sg.rtrl(model), params, chunk, 1),
+            "rtrl": compiled(sg.rtrl(model, form="steps"), params, chunk, 1),
             "bare product": prepare(product, params, jnp.ones((hidden, columns)), chunk, None),
             "bptt": compiled(sg.bptt(model), params, chunk, 1),
         }

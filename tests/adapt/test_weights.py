@@ -39,7 +39,10 @@ def test_online_b():
     assert_same(got, sg.variance.estimate_b_online(made(weighed, MODEL), params, plain, noise))
 
 
-@pytest.mark.parametrize("options", [{"window": 4}, {"episode": 3, "statistics": "appendix_f"}, {"episode": 3}])
+SLOWER = [{"episode": 3, "statistics": "appendix_f"}, {"episode": 3}]
+
+
+@pytest.mark.parametrize("options", [{"window": 4}, *(pytest.param(o, marks=pytest.mark.slow) for o in SLOWER)])
 def test_carried(options):
     """Gradients, and all that is learnt from the losses, over a few windows of three streams."""
     params = make_params(MODEL)

@@ -43,7 +43,7 @@ def mean_of(found):
 
 
 @pytest.mark.parametrize("cell, reset", [("vanilla", None), ("lstm", (3,)), ("nested", (1,))])
-@pytest.mark.parametrize("options", [{}, {"blocks": 2}])
+@pytest.mark.parametrize("options", [{"blocks": 2}, pytest.param({}, marks=pytest.mark.slow)])
 def test_uoro_across_is_unbiased(cell, reset, options):
     """With GIR, whose coefficients depend on the noise."""
     model = make_model(cell)
@@ -176,6 +176,7 @@ def test_memory_of_rtrl(cell, hidden, length):
         assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * influence
 
 
+@pytest.mark.slow
 def test_ok_in_float32_over_a_long_stream():
     """Finite through thousands of reductions, with saturated units and inputs that repeat, and right in the mean."""
     model = make_model("lstm", n_in=1, n_hidden=6)

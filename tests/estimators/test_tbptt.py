@@ -15,9 +15,9 @@ slow = pytest.mark.slow
 SPLITS = {1: [(8,), (1, 7), (1,) * 8], 2: [(8,), (2, 6), (2,) * 4], 4: [(8,), (4, 4)]}
 # Windows that end within blocks and at their ends, shorter and longer than chunks and than the stream.
 WINDOWS = [
-    ("lstm", 3, 1),
     ("lstm", 5, 2),
-    ("nested", 4, 2),
+    pytest.param("lstm", 3, 1, marks=slow),
+    pytest.param("nested", 4, 2, marks=slow),
     *(pytest.param("lstm", *case, marks=slow) for case in ((1, 1), (12, 1), (4, 4), (7, 4))),
     *(pytest.param("nested", *case, marks=slow) for case in ((3, 1), (2, 2))),
     pytest.param("gru", 3, 2, marks=slow),
@@ -43,6 +43,7 @@ def test_definition(cell, window, every, replay):
         assert error(state.cell, exact[2].cell) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [(4, 2), (6, 2), (5, 1), (5, 4), (5, 5)])
 def test_a_window_or_block_off_by_one_is_seen(wrong):
     """What the tests here hold it to tells windows and blocks apart that differ by a step."""
@@ -116,6 +117,7 @@ def test_one_block_is_bptt_of_the_chunk(cell):
     assert error(together, run(exact, params, split(chunk, (4, 4)))[0]) < 1e-13
 
 
+@pytest.mark.slow
 @BOTH
 def test_batches_while_parameters_change(replay):
     model = make_model("vanilla")
@@ -133,6 +135,7 @@ def test_batches_while_parameters_change(replay):
         np.testing.assert_allclose(info.loss, jnp.stack([told.loss for _, _, told in results]), rtol=1e-12)
 
 
+@pytest.mark.slow
 @BOTH
 def test_float32(replay):
     """Inputs of either precision, as the stored ones are in that of the parameters; numbers as good as can be."""
@@ -147,6 +150,7 @@ def test_float32(replay):
         assert len(floats) > 3 and all(leaf.dtype == jnp.float32 for leaf in floats)
 
 
+@pytest.mark.slow
 @BOTH
 def test_what_is_stored(replay):
     """The last window - every inputs, and states; to replay, the oldest state is enough."""
@@ -183,6 +187,7 @@ def test_a_long_window_is_bptt_of_the_whole_stream():
     assert error(grads, bptt(model, params, chunk)) < 1e-12
 
 
+@pytest.mark.slow
 def test_an_update_can_itself_be_differentiated():
     """Its losses, which gives the gradient of BPTT, and its gradient, which gives the Hessian."""
     model = make_model("lstm")
