@@ -20,7 +20,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, Info, Model, Params, real_dtype
-from streamgrad.engine.estimator import Algorithm, Outcome
+from streamgrad.engine.estimator import Algorithm, Outcome, as_stream
 from streamgrad.engine.passes import backward, forward, read_out
 from streamgrad.step.linear import linear
 
@@ -128,15 +128,15 @@ def chunkwise(model: Model, across: Across, check: Callable[[Chunk, int, Any], N
         memory, diagnostics = across.advance(shared, state.memory, noise, walk.crossing)
         outputs = jax.vmap(jax.vmap(lambda vector: model.cell.output(unravel(vector))), in_axes=1)(walk.states)
         return Outcome(
-            jax.tree.map(lambda leaf: leaf[None], Params(cell, walk.head)),
+            as_stream(Params(cell, walk.head)),
             EstimatorState(jax.vmap(unravel)(walk.end), memory, shared),
             Info(walk.losses.T, diagnostics),
             outputs=outputs,
         )
 
     def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
-        as_streams = jax.tree.map(lambda leaf: leaf[None], (state._replace(shared=None), chunk, key))
-        many = batch(params, as_streams[0]._replace(shared=state.shared), *as_streams[1:])
+        stream = as_stream(state._replace(shared=None))._replace(shared=state.shared)
+        many = batch(params, stream, as_stream(chunk), as_stream(key))
         shared, many = many.state.shared, many._replace(state=many.state._replace(shared=None))
         one = jax.tree.map(lambda leaf: leaf[0], many)
         return one._replace(state=one.state._replace(shared=shared))

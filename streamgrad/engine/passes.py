@@ -10,7 +10,7 @@ from streamgrad.base import Chunk, Model, Params
 from streamgrad.engine.estimator import restart
 from streamgrad.engine.unroll import unroll
 from streamgrad.step.linear import Linear
-from streamgrad.step.weights import Outer, add_pulled, sum_outer
+from streamgrad.step.weights import Outer, add_pulled, sum_outer, zero_each
 
 
 def forward(
@@ -78,9 +78,6 @@ def backward(
     length, streams = dl_dstate.shape[:2]
     watched, count = asks.shape[:2]
 
-    def zeros(*shape: int) -> PyTree:
-        return jax.tree.map(lambda leaf: jnp.zeros((*shape, *leaf.shape), leaf.dtype), params)
-
     begin = (jnp.zeros_like(dl_dstate[0])[:, None], asks)
     steps = (kept, dl_dstate, reset)
     one_step = _one_step(maps, watched == streams)
@@ -91,7 +88,7 @@ def backward(
             cotangents, here = one_step(cotangents, now)
             return (cotangents, jax.tree.map(jnp.add, sums, here)), None
 
-        sums = (zeros(streams, 1), zeros(watched, count))
+        sums = (zero_each(params, streams, 1), zero_each(params, watched, count))
         (cotangents, sums), _ = jax.lax.scan(step, (begin, sums), steps, reverse=True, unroll=unroll())
         inside = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=(0, 1)), sums[0])
         return (cotangents[0][:, 0], cotangents[1]), sums[1], inside
@@ -108,7 +105,7 @@ def backward(
             cotangents, (left, asked) = jax.lax.scan(one_step, cotangents, steps, reverse=True, unroll=unroll())
             return (cotangents, add_pulled(pulled, Outer(asked, few))), left
 
-        carry = (begin, zeros(watched, count))
+        carry = (begin, zero_each(params, watched, count))
         (cotangents, pulled), left = _in_blocks(stretch, carry, (steps, few), length, block)
     left = jax.tree.map(lambda leaf: leaf[:, :, 0], left)
     return (cotangents[0][:, 0], cotangents[1]), pulled, sum_outer(Outer(left, features))

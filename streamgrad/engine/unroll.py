@@ -2,8 +2,8 @@
 
 import jax
 
-# A GPU launches some kernels for each turn of a loop, which a step of a small network does not pay for. On an H200
-# `uoro` falls from 0.92, 1.24, 1.35 and 1.10 times BPTT (LSTM 256 to 2,048) to 0.78, 1.12, 1.20 and 0.92 with 8 for 2.
+# A GPU launches some kernels for each turn of a loop, which a step of a small network does not pay for. 8 comes from a
+# trial with `uoro`, and has yet to be measured for all loops.
 ON_GPU = 8
 
 

@@ -13,7 +13,7 @@ from streamgrad.engine.estimator import estimator
 from streamgrad.engine.stepwise import online
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
-from streamgrad.step.weights import add_pulled, outer, steps_at_once
+from streamgrad.step.weights import add_pulled, outer, steps_at_once, zero_each
 
 
 def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
@@ -98,7 +98,7 @@ def empty_jacobian(state_size: int) -> Callable[[PyTree, PyTree], PyTree]:
 
     def init(params: PyTree, state: PyTree) -> PyTree:
         del state
-        return jax.tree.map(lambda leaf: jnp.zeros((state_size, *leaf.shape), leaf.dtype), params)
+        return zero_each(params, state_size)
 
     return init
 

@@ -59,7 +59,7 @@ def uoro(
         dL_t/dθ ≈ (dL_t/dh_t · h̃_t) w̃_t
 
     With `inside="backprop"` only what lies before the chunk is estimated (`streamgrad.estimators.uoro_across`): inside
-    it backpropagation is exact, and noise is on the state, once per chunk. It is less noisy by far, and costs no more.
+    it backpropagation is exact, and noise is on the state, once per chunk. It is far less noisy, at much the same cost.
 
     Args:
       model: the model whose gradients are estimated.

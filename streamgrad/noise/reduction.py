@@ -72,7 +72,7 @@ def reduce(
     for blocks, length, kept in rounds:
         few, signs = jnp.split(signs, [blocks * length * kept])
         cut = [jnp.pad(x, ((0, blocks * length - len(x)), (0, 0))).reshape(blocks, length, -1) for x in (left, right)]
-        found = jax.vmap(_reduce_once, in_axes=(0, 0, 0))(*cut, few.reshape(blocks, kept, length))
+        found = jax.vmap(_reduce_once)(*cut, few.reshape(blocks, kept, length))
         left, right = (x.reshape(blocks * kept, -1) for x in found)
     left, right = jnp.concatenate([old[0], left]), jnp.concatenate([old[1], right])
     return _reduce_once(left, right, signs.reshape(rank, size))

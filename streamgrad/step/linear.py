@@ -16,8 +16,6 @@ from streamgrad.base import Cell
 from streamgrad.checks import check_same_state
 from streamgrad.step.weights import like_params, rows_of
 
-Pull = Callable[[Float[Array, " S"]], tuple[Float[Array, " S"], PyTree]]
-
 
 class Linear(NamedTuple):
     """A cell's transition over ravelled states, and how its linear map travels from one pass to the other.

@@ -187,9 +187,9 @@ def write_pulled(pulled: PyTree) -> PyTree:
     return jax.tree.map(lambda left, right: jnp.einsum("kbrn,kba->brna", left, right), pulled.left, pulled.right)
 
 
-def zero_each(params: PyTree, count: int) -> PyTree:
-    """`count` times the parameters, in zeros."""
-    return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), params)
+def zero_each(params: PyTree, *counts: int) -> PyTree:
+    """So many times the parameters, in zeros: leaves `[*counts, *shape]`."""
+    return jax.tree.map(lambda leaf: jnp.zeros((*counts, *leaf.shape), leaf.dtype), params)
 
 
 def scale_each(weights: PyTree, by: Float[Array, "b R"]) -> PyTree:
