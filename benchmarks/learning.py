@@ -4,8 +4,9 @@
     python -m benchmarks.learning text --text FILE          # the next character, by chunks of 4 and of 16
     python -m benchmarks.learning recall --only rtrl tbptt --rates 4e-3 --seeds 2
 
-LSTM, 16 streams, Adam after clipping at norm 1, an update per chunk, streams that are never reset. The loss is the mean
-over the last tenth of the updates, in nats. Prints a row for each method and writes `learning_<task>.csv`.
+LSTM or another `--cell`, 16 streams, Adam after clipping at norm 1, an update per chunk, streams that are never reset.
+The loss is the mean over the last tenth of the updates, in nats. Prints a row for each method and rate, and writes
+`learning_<task>.csv`, or with the cell's name where that is not the LSTM.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import numpy as np
 import optax
 
 import streamgrad as sg
+from benchmarks.problems import make_cell
 from streamgrad.lab.tables import write_rows
 from streamgrad.lab.tasks import find_task
 from streamgrad.lab.tasks.base import Task
@@ -76,13 +78,16 @@ def settings(name: str, text: Path | None) -> list[Setting]:
     ]
 
 
-def train(setting: Setting, make: Make, rate: float, updates: int, seeds: list[int], together: int) -> np.ndarray:
-    """The loss over the last tenth, of each seed; so many seeds are trained `together`."""
+def train(
+    setting: Setting, cell: str, make: Make, rates: list[float], updates: int, seeds: int, together: int
+) -> np.ndarray:
+    """The loss over the last tenth, of each rate and seed; so many of these runs are trained `together`."""
     task = setting.task
-    model = sg.Model(sg.cells.lstm(task.n_in, setting.hidden), task.head)
-    est, optimizer = make(model), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+    model = sg.Model(make_cell(cell, task.n_in, setting.hidden), task.head)
+    est = make(model)
 
-    def one(data: Any, seed: jax.Array) -> jax.Array:
+    def one(data: Any, rate: jax.Array, seed: jax.Array) -> jax.Array:
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
         key = jax.random.key(seed)
         params = model.init(key)
 
@@ -98,9 +103,10 @@ def train(setting: Setting, make: Make, rate: float, updates: int, seeds: list[i
         begin = (params, est.init(params), optimizer.init(params), task.init(key))
         return jax.lax.scan(step, begin, jnp.arange(updates))[1]
 
-    run = jax.jit(lambda data, seeds: jax.lax.map(lambda seed: one(data, seed), seeds, batch_size=together))
-    losses = np.asarray(run(task.data, jnp.asarray(seeds)))
-    return losses[:, -max(1, updates // 10) :].mean(axis=1)
+    runs = jnp.repeat(jnp.asarray(rates), seeds), jnp.tile(jnp.arange(seeds), len(rates))
+    run = jax.jit(lambda data, runs: jax.lax.map(lambda pair: one(data, *pair), runs, batch_size=together))
+    losses = np.asarray(run(task.data, runs))
+    return losses[:, -max(1, updates // 10) :].mean(axis=1).reshape(len(rates), seeds)
 
 
 def main() -> None:
@@ -111,25 +117,29 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=None, help="1e-3 and 4e-3 for recall, 3e-3 for text")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--updates", type=int, default=None, help="20,000 for recall; 12,000 and 6,000 for text")
-    parser.add_argument("--together", type=int, default=1, help="seeds at once: all of them on a GPU")
+    parser.add_argument("--together", type=int, default=1, help="runs at once: all of them on a GPU")
+    parser.add_argument("--cell", choices=("lstm", "gru", "vanilla"), default="lstm")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     rates = arguments.rates or ([1e-3, 4e-3] if arguments.task == "recall" else [3e-3])
+    parts = [arguments.task] if arguments.cell == "lstm" else [arguments.task, arguments.cell]
     rows = []
     for setting in settings(arguments.task, arguments.text):
         updates = arguments.updates or setting.updates
         for name in arguments.only:
-            for rate in rates:
-                begun = time.perf_counter()
-                losses = train(setting, METHODS[name], rate, updates, list(range(arguments.seeds)), arguments.together)
+            begun = time.perf_counter()
+            options = (arguments.cell, METHODS[name], rates, updates, arguments.seeds, arguments.together)
+            found = train(setting, *options)
+            seconds = (time.perf_counter() - begun) / len(rates)
+            for rate, losses in zip(rates, found, strict=True):
                 row = {"task": arguments.task, "chunk": setting.task.length, "method": name, "rate": f"{rate:g}"}
                 row |= {"updates": updates, "mean_loss": f"{losses.mean():.4f}"}
                 row |= {"losses": " ".join(f"{loss:.4f}" for loss in losses)}
-                row |= {"seconds": f"{time.perf_counter() - begun:.1f}", "device": jax.devices()[0].device_kind}
+                row |= {"seconds": f"{seconds:.1f}", "device": jax.devices()[0].device_kind}
                 rows.append(row)
                 print("  ".join(map(str, row.values())), flush=True)
-                write_rows(arguments.out / f"learning_{arguments.task}.csv", rows)
+            write_rows(arguments.out / f"learning_{'_'.join(parts)}.csv", rows)
 
 
 if __name__ == "__main__":
