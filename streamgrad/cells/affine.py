@@ -1,8 +1,9 @@
 """Cells whose parameters are weight matrices: the engine under vanilla, LSTM and GRU.
 
 Such a cell is a function `step(affine, state, x) -> state`, in which `affine(name, a)` is W a for the weight matrix
-`name` and the features `a`. Running it with different `affine` gives the transition, the features, and the transition
-with its preactivations displaced, so that a cell is written once, and its cut at the preactivations comes for free.
+`name` and the features `a`, in one vector or in parts. Running it with different `affine` gives the transition, the
+features, and the transition with its preactivations displaced, so that a cell is written once, and its cut at the
+preactivations comes for free.
 
 Displacing, rather than replacing, the preactivations is what keeps every matrix's immediate Jacobian a single
 I ⊗ a^T even where one preactivation feeds another, as in stacked layers.
@@ -21,8 +22,9 @@ from streamgrad.base import Cell, Cut
 from streamgrad.checks import check_cell, check_size
 from streamgrad.keys import check_key
 from streamgrad.step.cuts import params_cut, state_cut
+from streamgrad.step.product import product
 
-Affine = Callable[[str, Array], Array]
+Affine = Callable[..., Array]
 
 
 def affine(
@@ -35,7 +37,8 @@ def affine(
     """Make a cell of any weight matrices, with all three cuts.
 
     Args:
-      step: `step(affine, state, x) -> state`; it calls `affine(name, features)` exactly once for each matrix.
+      step: `step(affine, state, x) -> state`; it calls `affine(name, features)` exactly once for each matrix. The
+        features may come in parts, as in `affine("w", state, x, 1)`, which spares those that never move some work.
       init_params: `init_params(key) -> {name: W[N, A]}`.
       init_state: `init_state() -> state`.
       output: `output(state) -> vector`; by default all of the state.
@@ -47,7 +50,7 @@ def affine(
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> def leaky(affine, state, x):
-      ...     return 0.9 * state + 0.1 * jnp.tanh(affine("w", sg.cells.features(state, x)))
+      ...     return 0.9 * state + 0.1 * jnp.tanh(affine("w", state, x, 1))
       >>> cell = sg.cells.affine(
       ...     leaky, lambda key: {"w": sg.cells.init_weights(key, 4, 4, 2)}, lambda: jnp.zeros(4)
       ... )
@@ -62,19 +65,15 @@ def affine(
         z: dict[str, Array] = {}
         a: dict[str, Array] = {}
 
-        def record(name: str, vector: Array) -> Array:
+        def record(name: str, *parts: Array | float | int) -> Array:
             if name not in list(params) or name in list(a):
                 raise ValueError(
                     f"a cell's step must use each weight matrix once, but it asked for {name!r} "
                     f"{'again' if name in list(a) else 'and there are only ' + ', '.join(map(repr, params))}."
                 )
-            if jnp.shape(vector) != params[name].shape[1:]:
-                raise ValueError(
-                    f"affine({name!r}, features) needs a vector of {params[name].shape[1]} features, as the shape of "
-                    f"the matrix is {params[name].shape}, but the shape of these is {jnp.shape(vector)}."
-                )
-            a[name] = vector
-            z[name] = params[name] @ vector + (0 if dz is None else dz[name])
+            vectors = _as_vectors(name, params[name], parts)
+            a[name] = vectors[0] if len(vectors) == 1 else jnp.concatenate(vectors)
+            z[name] = product(params[name], *vectors) + (0 if dz is None else dz[name])
             return z[name]
 
         new = step(record, state, x)
@@ -108,6 +107,20 @@ def _check_weights(params: PyTree) -> None:
                 f"the weights {name!r} must be a matrix [N, A], but their shape is {weights.shape}: make a bias the "
                 "column of a matrix whose feature is 1, or use cells.from_function, which takes any shape."
             )
+
+
+def _as_vectors(name: str, weights: Array, parts: tuple[Any, ...]) -> list[Array]:
+    """The parts of the features, in the dtype of the first; a number is a vector of one."""
+    shapes = [jnp.shape(part) for part in parts]
+    size = sum(shape[0] if shape else 1 for shape in shapes)
+    if any(len(shape) > 1 for shape in shapes) or size != weights.shape[1]:
+        listed = " and ".join(map(str, shapes)) or "nothing"
+        raise ValueError(
+            f"affine({name!r}, features) needs a vector of {weights.shape[1]} features, as the shape of "
+            f"the matrix is {weights.shape}, but the shape of these is {listed}."
+        )
+    dtype = jnp.result_type(parts[0])
+    return [jnp.atleast_1d(jnp.asarray(part, dtype)) for part in parts]
 
 
 def input_shape(example: PyTree | None) -> PyTree | None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array
 from streamgrad.base import Cell
-from streamgrad.cells.affine import Affine, affine, features, init_weights, reads_vector
+from streamgrad.cells.affine import Affine, affine, init_weights, reads_vector
 from streamgrad.checks import check_size
 
 
@@ -33,10 +33,9 @@ def gru(n_in: int, n_hidden: int) -> Cell:
     check_size(n_in=n_in, n_hidden=n_hidden)
 
     def step(affine: Affine, state: Array, x: Array) -> Array:
-        a = features(state, x)
-        r, u = jnp.split(jax.nn.sigmoid(affine("gates", a)), 2)
-        from_input = affine("candidate_input", a[n_hidden:])
-        from_state = affine("candidate_state", jnp.append(state, jnp.ones(1, state.dtype)))
+        r, u = jnp.split(jax.nn.sigmoid(affine("gates", state, x, 1)), 2)
+        from_input = affine("candidate_input", jnp.asarray(x, state.dtype), 1)
+        from_state = affine("candidate_state", state, 1)
         n = jnp.tanh(from_input + r * from_state)
         return (1 - u) * n + u * state
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float
 from streamgrad.base import Cell
-from streamgrad.cells.affine import Affine, affine, features, init_weights, reads_vector
+from streamgrad.cells.affine import Affine, affine, init_weights, reads_vector
 from streamgrad.checks import check_number, check_size
 
 
@@ -39,7 +39,7 @@ def lstm(n_in: int, n_hidden: int, forget_bias: float = 1.0) -> Cell:
     check_number(forget_bias=forget_bias)
 
     def step(affine: Affine, state: LSTMState, x: Array) -> LSTMState:
-        i, f, g, o = jnp.split(affine("w", features(state.h, x)), 4)
+        i, f, g, o = jnp.split(affine("w", state.h, x, 1), 4)
         c = jax.nn.sigmoid(f) * state.c + jax.nn.sigmoid(i) * jnp.tanh(g)
         return LSTMState(jax.nn.sigmoid(o) * jnp.tanh(c), c)
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array
 from streamgrad.base import Cell
-from streamgrad.cells.affine import Affine, affine, features, init_weights, reads_vector
+from streamgrad.cells.affine import Affine, affine, init_weights, reads_vector
 from streamgrad.checks import check_size
 
 
@@ -27,7 +27,7 @@ def vanilla(n_in: int, n_hidden: int) -> Cell:
     check_size(n_in=n_in, n_hidden=n_hidden)
 
     def step(affine: Affine, state: Array, x: Array) -> Array:
-        return jnp.tanh(affine("w", features(state, x)))
+        return jnp.tanh(affine("w", state, x, 1))
 
     cell = affine(
         step,

@@ -80,7 +80,7 @@ def backward(
 
     begin = (jnp.zeros_like(dl_dstate[0])[:, None], asks)
     steps = (kept, dl_dstate, reset)
-    one_step = _one_step(maps, watched == streams)
+    one_step = _one_step(maps, watched == streams and asks.size <= FEW)
     if features is None:
 
         def step(carry: tuple, now: tuple) -> tuple[tuple, None]:
@@ -111,8 +111,13 @@ def backward(
     return (cotangents[0][:, 0], cotangents[1]), pulled, sum_outer(Outer(left, features))
 
 
-def _one_step(maps: Linear, everyone: bool) -> Callable[[tuple, tuple], tuple[tuple, tuple]]:
-    """One step back with both kinds of cotangents, `[B, 1, S]` and `[b, R, S]`; b is B for `everyone`."""
+# So many numbers are put beside the losses' cotangents, for one product with the weights instead of two. Beyond, to
+# copy them at every step costs more than to read the weights again.
+FEW = 1 << 20
+
+
+def _one_step(maps: Linear, together: bool) -> Callable[[tuple, tuple], tuple[tuple, tuple]]:
+    """One step back with both kinds of cotangents, `[B, 1, S]` and `[b, R, S]`; `together` only where b is B."""
 
     def pull(kept: PyTree, cotangents: Array, reset: Array | None) -> tuple[Array, PyTree]:
         back, here = jax.vmap(jax.vmap(maps.pull, in_axes=(None, 0)))(kept, cotangents)
@@ -122,7 +127,7 @@ def _one_step(maps: Linear, everyone: bool) -> Callable[[tuple, tuple], tuple[tu
         losses, asked = cotangents
         kept, dl_dstate, reset = now
         losses = losses + dl_dstate[:, None]
-        if everyone:  # one product with the weights for both kinds
+        if together:
             back, here = pull(kept, jnp.concatenate([losses, asked], axis=1), reset)
             first, second = (jax.tree.map(lambda leaf, p=p: leaf[:, p], here) for p in (slice(0, 1), slice(1, None)))
             return (back[:, :1], back[:, 1:]), (first, second)

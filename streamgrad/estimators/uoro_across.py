@@ -15,7 +15,15 @@ from streamgrad.noise.rescale import Rescaling, Terms
 from streamgrad.noise.settings import NoiseSettings, Shrinkage
 from streamgrad.noise.sources import Noise
 from streamgrad.step import cuts
-from streamgrad.step.weights import scale_each, square_norms_each, sum_scaled, write_pulled, zero_each
+from streamgrad.step.weights import (
+    add_pulled,
+    scale_each,
+    scale_pulled,
+    square_norms_each,
+    square_norms_pulled,
+    sum_scaled,
+    zero_each,
+)
 
 
 class AcrossMemory(NamedTuple):
@@ -97,21 +105,19 @@ def uoro_across(model: Model, source: Noise, rescaling: Rescaling, blocks: int, 
     def advance(
         shared: NoiseSettings, memory: AcrossMemory, noise: Float[Array, "b R S"], crossing: Crossing
     ) -> tuple[AcrossMemory, dict[str, Array]]:
-        pulled = write_pulled(crossing.pulled)
         assert crossing.tangents is not None
         memory = _restarted(memory, crossing.reset, rescaling.init(blocks, noise.dtype))
         terms = Terms(
             jnp.sum(crossing.tangents**2, axis=2),
             memory.square_norm,
             jnp.sum(noise**2, axis=2),
-            square_norms_each(pulled),
+            square_norms_pulled(crossing.pulled),
         )
         rescaled = jax.vmap(rescaling.coefficients, in_axes=(None, 0, 0))
         past, present, remembered = rescaled(shared.alpha, memory.rescaling, terms)
         tangent = past.tangent[:, :, None] * crossing.tangents + present.tangent[:, :, None] * noise
-        cotangent = jax.tree.map(
-            jnp.add, scale_each(memory.cotangent, past.cotangent), scale_each(pulled, present.cotangent)
-        )
+        kept = scale_each(memory.cotangent, past.cotangent)
+        cotangent = add_pulled(kept, scale_pulled(crossing.pulled, present.cotangent))
         memory = AcrossMemory(tangent, cotangent, square_norms_each(cotangent), remembered)
         return memory, {"gamma": past.tangent[:, None], "beta": present.tangent[:, None]}
 

@@ -164,7 +164,9 @@ def add_pulled(matrices: PyTree, pulled: PyTree) -> PyTree:
 
     def add(matrix: Array, left: Float[Array, "K b S rows"], right: Float[Array, "K b A"]) -> Array:
         size = matrix.shape[1]
-        parts = max(n for n in range(1, 17) if size % n == 0) if matrix.size > LARGE else 1
+        # A GPU's product of matrices adds to what is there; a CPU's is made first, and added afterwards.
+        whole = matrix.size <= LARGE or jax.default_backend() == "gpu"
+        parts = 1 if whole else max(n for n in range(1, 17) if size % n == 0)
         if parts == 1:
             return matrix + jnp.einsum("kbsn,kba->bsna", left, right)
 
@@ -180,11 +182,26 @@ def add_pulled(matrices: PyTree, pulled: PyTree) -> PyTree:
     return jax.tree.map(add, matrices, pulled.left, pulled.right)
 
 
-def write_pulled(pulled: PyTree) -> PyTree:
-    """What a reverse pass has pulled back to the parameters, leaves `[b, R, *shape]`; factors are multiplied."""
+def scale_pulled(pulled: PyTree, by: Float[Array, "b R"]) -> PyTree:
+    """What a reverse pass has pulled back to the parameters with R vectors, each times a number of its own."""
     if not isinstance(pulled, Outer):
-        return pulled
-    return jax.tree.map(lambda left, right: jnp.einsum("kbrn,kba->brna", left, right), pulled.left, pulled.right)
+        return scale_each(pulled, by)
+    return pulled._replace(left=jax.tree.map(lambda left: by[None, :, :, None] * left, pulled.left))
+
+
+def square_norms_pulled(pulled: PyTree) -> Float[Array, "b R"]:
+    """The squared norm of what a reverse pass has pulled back, for each of b streams and R vectors.
+
+    Of factors it is Σ_{k,l} (left_k · left_l) (right_k · right_l): nothing as large as the weights is made.
+    """
+    if not isinstance(pulled, Outer):
+        return square_norms_each(pulled)
+
+    def one(left: Float[Array, "K b R rows"], right: Float[Array, "K b A"]) -> Float[Array, "b R"]:
+        lefts, rights = jnp.einsum("kbrn,lbrn->brkl", left, left), jnp.einsum("kba,lba->bkl", right, right)
+        return jnp.maximum(jnp.einsum("brkl,bkl->br", lefts, rights), 0)
+
+    return functools.reduce(jnp.add, map(one, jax.tree.leaves(pulled.left), jax.tree.leaves(pulled.right)))
 
 
 def zero_each(params: PyTree, *counts: int) -> PyTree:
