@@ -25,7 +25,17 @@ from streamgrad.contract import Params as Params
 from streamgrad.contract import fold_weight as fold_weight
 from streamgrad.keys import check_key
 from streamgrad.targets import step_loss
-from streamgrad.trees import check_inputs, check_like, check_real, kind_of, on_host, once_per_shape, restart, same_dtype
+from streamgrad.trees import (
+    check_inputs,
+    check_like,
+    check_numbers,
+    check_real,
+    kind_of,
+    on_host,
+    once_per_shape,
+    restart,
+    same_dtype,
+)
 
 CUT_NAMES = ("state", "params", "preactivation")
 
@@ -40,14 +50,14 @@ class Cut(NamedTuple):
       name: "state", "params" or "preactivation".
       into: `into(params, state, x) -> z`.
       inject: `inject(params, state, x, dz) -> state`, the transition with `dz` added to z.
-      features: at preactivations `features(params, state, x) -> {name: a}`, what each weight matrix multiplies. There
-        J = I ⊗ a^T, which is never worth building. None elsewhere.
+      features: at preactivations `features(params, state, x) -> a`, what each weight matrix multiplies, in the
+        structure of the parameters. There J = I ⊗ a^T, which is never worth building. None elsewhere.
     """
 
     name: str
     into: Callable[[PyTree, PyTree, PyTree], PyTree]
     inject: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree]
-    features: Callable[[PyTree, PyTree, PyTree], dict[str, Array]] | None = None
+    features: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
 
 
 class Cell(NamedTuple):
@@ -62,6 +72,8 @@ class Cell(NamedTuple):
       example_input: shape and dtype of one x, where they are known (`jax.ShapeDtypeStruct`, or a pytree of them).
       check_values: `check_values(inputs)`, raises ValueError where the cell cannot take the numbers in the
         inputs of a chunk. It is called with numpy arrays, and only where they can be read at no cost.
+      worked: the same transition as the estimators see it, for a cell whose parameters or state are of another kind
+        than theirs. Its cuts are then over that form.
     """
 
     init_params: Callable[[Array], PyTree]
@@ -71,6 +83,23 @@ class Cell(NamedTuple):
     cuts: Mapping[str, Cut]
     example_input: PyTree | None = None
     check_values: Callable[[PyTree], None] = lambda inputs: None
+    worked: "Worked | None" = None
+
+
+class Worked(NamedTuple):
+    """A cell of any parameters and any state, as the estimators see it: over matrices and real numbers.
+
+    Attributes:
+      cell: the transition in that form.
+      weights: `weights(params) -> params of cell`, differentiable: gradients go back through it.
+      state: `state(encoded) -> state`, the cell's own state, from that of `cell`.
+      explained: what became of each parameter, for `streamgrad.cells.explain`.
+    """
+
+    cell: Cell
+    weights: Callable[[PyTree], PyTree]
+    state: Callable[[PyTree], PyTree]
+    explained: Callable[[], list[Any]]
 
 
 def _no_prediction(params: PyTree, output: Array) -> PyTree:
@@ -100,7 +129,8 @@ class Model:
     """A cell and a head.
 
     Args:
-      cell: from `streamgrad.cells`.
+      cell: from `streamgrad.cells`. The field `cell` is it as the estimators see it (`Cell.worked`), which for the
+        cells of this library is the same; `given` is what was given, whose parameters are `params.cell`.
       head: from `streamgrad.heads`.
 
     Example:
@@ -113,6 +143,7 @@ class Model:
 
     cell: Cell
     head: Head
+    given: Cell = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.cell, Cell):
@@ -121,12 +152,24 @@ class Model:
         if not isinstance(self.head, Head):
             got = type(self.head).__name__
             raise ValueError(f"head must be a Head, such as streamgrad.heads.softmax(2) returns, not of type {got}.")
+        object.__setattr__(self, "given", self.cell)
+        if self.cell.worked is not None:
+            object.__setattr__(self, "cell", self.cell.worked.cell)
 
     def init(self, key: Array) -> Params:
         """Draw parameters, with fields `.cell` and `.head`."""
         check_key(key)
         cell_key, head_key = jax.random.split(key)
-        return Params(self.cell.init_params(cell_key), self.head.init_params(head_key, self.width))
+        return Params(self.given.init_params(cell_key), self.head.init_params(head_key, self.width))
+
+    @functools.cached_property
+    def inner(self) -> "Model":
+        """The model as the estimators see it, with parameters to match: `enter(params)`."""
+        return Model(self.cell, self.head) if self.given.worked else self
+
+    def enter(self, params: Params) -> Params:
+        """The parameters of `inner`."""
+        return params if self.given.worked is None else params._replace(cell=self.given.worked.weights(params.cell))
 
     @property
     def width(self) -> int:
@@ -135,7 +178,7 @@ class Model:
 
     def init_state(self, params: Params) -> PyTree:
         """The state at the beginning of an episode, in the dtype of the cell's parameters."""
-        dtype = real_dtype(params.cell)
+        dtype = real_dtype(params.cell) if self.given.worked is None else work_dtype(params.cell)
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), self.cell.init_state())
 
     def run(
@@ -171,7 +214,7 @@ class Model:
         def check(params: Any, state: PyTree, inputs: PyTree, reset: Any) -> None:
             if not isinstance(params, Params):
                 raise ValueError(f"params must be what model.init(key) returns, not {kind_of(params)}.")
-            check_real("params.cell", params.cell)
+            check_numbers("params.cell", params.cell)
             expected = jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
             check_like("params.cell", expected.cell, params.cell, "the model's own")
             check_like("state", jax.eval_shape(self.cell.init_state), state, "the cell's own, model.init_state(params)")
@@ -185,6 +228,7 @@ class Model:
         """`run`, compiled once for each shape."""
 
         def run(params: Params, state: PyTree, inputs: PyTree, reset: Array | None) -> tuple[Array, PyTree]:
+            params = self.enter(params)
             fresh, dtype = self.init_state(params), real_dtype(params.cell)
 
             def step(state: PyTree, now: tuple) -> tuple[PyTree, Array]:
@@ -292,3 +336,9 @@ class Influence(NamedTuple):
 def real_dtype(tree: PyTree) -> Any:
     """The dtype that the leaves of a tree promote to."""
     return jnp.result_type(*jax.tree.leaves(tree))
+
+
+def work_dtype(params: PyTree) -> Any:
+    """The real dtype to work in for parameters of any kind: as wide as the widest of them, and float32 at least."""
+    leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.result_type(jnp.float32, *(jnp.finfo(leaf.dtype).dtype for leaf in leaves))

@@ -17,7 +17,17 @@ import numpy as np
 from streamgrad._typing import PyTree
 from streamgrad.base import CUT_NAMES, Cell, Chunk, Cut, EstimatorState, GradientEstimator, Model, Params
 from streamgrad.keys import check_key as check_key
-from streamgrad.trees import check_inputs, check_like, check_real, common_length, is_real, kind_of, on_host, paths_of
+from streamgrad.trees import (
+    check_inputs,
+    check_like,
+    check_numbers,
+    check_real,
+    common_length,
+    is_real,
+    kind_of,
+    on_host,
+    paths_of,
+)
 from streamgrad.trees import check_same_state as check_same_state
 from streamgrad.trees import is_traced as is_traced
 from streamgrad.trees import once_per_shape as once_per_shape
@@ -113,13 +123,16 @@ def check_cell(step: Any, init_params: Any, init_state: Any, output: Any, first:
     check_arguments("init_state", init_state)
     check_arguments("output", output, "state")
     state = jax.eval_shape(init_state)
-    check_real("state", state)
+    if not jax.tree.leaves(state):
+        raise ValueError("state has no arrays in it.")
     read = jax.eval_shape(output, state)
     if not hasattr(read, "shape") or len(read.shape) != 1:
         got = f"shape {read.shape}" if hasattr(read, "shape") else kind_of(read)
         raise ValueError(f"output must return one vector for the head to read, not {got}.")
+    if not is_real(read.dtype):
+        raise ValueError(f"output must return real numbers for the head to read, not {read.dtype}.")
     params = jax.eval_shape(init_params, jax.eval_shape(lambda: jax.random.key(0)))
-    check_real("params", params)
+    check_numbers("params", params)
     return params
 
 

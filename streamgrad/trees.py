@@ -46,6 +46,21 @@ def check_real(name: str, tree: PyTree) -> None:
             )
 
 
+def check_numbers(name: str, tree: PyTree) -> None:
+    """Every leaf of `tree` is an array of numbers that can be differentiated, real or complex, and there is one."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not leaves:
+        raise ValueError(f"{name} has no arrays in it.")
+    for path, leaf in leaves:
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            kind = type(leaf).__name__ if dtype is None else dtype
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} must be an array of floating-point numbers, not {kind}: what is "
+                "not learnt belongs into the step itself, or into the state."
+            )
+
+
 def check_like(name: str, expected: PyTree, tree: PyTree, whose: str) -> None:
     """`tree` has the structure and shapes of `expected`."""
     wanted, structure = jax.tree.flatten(expected)

@@ -86,7 +86,7 @@ def carried(
     rescaling = given(np.ones(episode or 1)) if alpha == "optimal" else find_rescaling(alpha)
     usual = noisy.rescaled(rescaling)
     otherwise = noisy.rescaled(until_ready(rescaling)) if alpha == "optimal" else None
-    learner = Learner(est.model, noisy.groups, carry)
+    learner = Learner(est.model.inner, noisy.groups, carry)
 
     def init(params: Params) -> EstimatorState:
         return usual.init(params)._replace(shared=learner.init(params))

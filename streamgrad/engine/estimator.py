@@ -13,6 +13,7 @@ from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Mode
 from streamgrad.checks import check_fits, check_values
 from streamgrad.engine.acting import advancing, bare, crediting
 from streamgrad.engine.checking import checks_of
+from streamgrad.engine.outside import from_outside
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling
 from streamgrad.trees import restart as restart
@@ -165,8 +166,11 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
       noisy: what of its noise may be chosen from outside.
 
     Returns:
-      The estimator. Its functions are traced once for each shape, whether the caller compiles them or not.
+      The estimator. Its functions are traced once for each shape, whether the caller compiles them or not. Where the
+      model's cell is worked on in another form than it was given, the algorithm is for that form.
     """
+    if model.inner is not model:
+        return from_outside(model, estimator(model.inner, algorithm, noisy))
     check, check_many = checks_of(model, algorithm.init, algorithm.check, algorithm.uses_loss)
     run, run_many = algorithm.run, functools.partial(over_streams, algorithm)
     run_each = functools.partial(over_streams, algorithm._replace(batch=None))

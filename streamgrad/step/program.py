@@ -1,0 +1,168 @@
+"""A step as a list of operations: its jaxpr, with the calls in it opened and repeated operations done once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+from jax.extend.core import primitives as p
+
+from streamgrad._typing import Array, PyTree
+
+# Calls that are opened: what is inside them is done in place. A remat is no more than a hint to the reverse pass, and
+# estimators that need less memory have hints of their own. A custom_jvp stays closed, for its rule is part of it.
+CALLS = {p.jit_p, p.closed_call_p, p.remat_p}
+
+
+class Op(NamedTuple):
+    """One operation; values are known by numbers.
+
+    Attributes:
+      primitive: of JAX.
+      params: its static parameters.
+      inputs: the values it takes.
+      outputs: the values it makes.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+class Program(NamedTuple):
+    """A function as operations in order.
+
+    Attributes:
+      ops: the operations.
+      inputs: the values given by the caller, one tuple for each argument.
+      outputs: the values returned.
+      constants: values that are known from the beginning.
+      avals: shape and dtype of every value.
+      maker: which operation makes a value, for all but inputs and constants.
+      structure: of the tree that is returned.
+    """
+
+    ops: list[Op]
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[int, ...]
+    constants: dict[int, Any]
+    avals: dict[int, Any]
+    maker: dict[int, Op]
+    structure: Any
+
+
+def read(function: Callable[..., PyTree], *arguments: PyTree) -> Program:
+    """Read a function as a program.
+
+    Args:
+      function: of pytrees, to a pytree.
+      arguments: shapes and dtypes of its arguments.
+
+    Returns:
+      The program.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> program = read(jax.jit(lambda w, x: jnp.tanh(w @ x)), jnp.ones((2, 3)), jnp.ones(3))
+      >>> [op.primitive.name for op in program.ops]
+      ['dot_general', 'tanh']
+    """
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    reader = _Reader()
+    given = [reader.new(variable.aval) for variable in _inner(closed).invars]
+    outputs = reader.open(closed, given)
+    sizes = [len(jax.tree.leaves(argument)) for argument in arguments]
+    rest = iter(given)
+    inputs = tuple(tuple(next(rest) for _ in range(size)) for size in sizes)
+    ops = _alive(reader.ops, outputs)
+    maker = {output: op for op in ops for output in op.outputs}
+    structure = jax.tree.structure(shape)
+    return Program(ops, inputs, tuple(outputs), reader.constants, reader.avals, maker, structure)
+
+
+def do(op: Op, inputs: Sequence[Array]) -> list[Array]:
+    """One operation on arrays, as JAX itself does it."""
+    found = op.primitive.get_bind_params(op.params)
+    functions, params = found if isinstance(found, tuple) else ((), found)  # functions stand apart before JAX 0.10
+    result = op.primitive.bind(*functions, *inputs, **params)
+    return list(result) if op.primitive.multiple_results else [result]
+
+
+def _alive(ops: list[Op], outputs: Sequence[int]) -> list[Op]:
+    """The operations that the outputs depend on."""
+    needed, kept = set(outputs), []
+    for op in reversed(ops):
+        if not needed.isdisjoint(op.outputs):
+            needed.update(op.inputs)
+            kept.append(op)
+    return kept[::-1]
+
+
+def _inner(closed: Any) -> Any:
+    """The jaxpr itself: the closed one and it became one in JAX 0.11."""
+    return getattr(closed, "jaxpr", closed)
+
+
+class _Reader:
+    """Numbers values while it goes through a jaxpr."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.avals: dict[int, Any] = {}
+        self.constants: dict[int, Any] = {}
+        self.done: dict[Any, tuple[int, ...]] = {}
+
+    def new(self, aval: Any) -> int:
+        self.avals[len(self.avals)] = aval
+        return len(self.avals) - 1
+
+    def constant(self, value: Any, aval: Any) -> int:
+        number = self.new(aval)
+        self.constants[number] = value
+        return number
+
+    def open(self, closed: Any, given: Sequence[int]) -> list[int]:
+        """The values that a jaxpr returns."""
+        jaxpr = _inner(closed)
+        names = dict(zip(jaxpr.invars, given, strict=True))
+        for variable, value in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True):
+            names[variable] = self.constant(value, variable.aval)
+
+        def number(atom: Any) -> int:
+            return self.constant(atom.val, atom.aval) if isinstance(atom, Literal) else names[atom]
+
+        for equation in jaxpr.eqns:
+            inputs = tuple(map(number, equation.invars))
+            inside = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            if equation.primitive in CALLS and inside is not None:
+                outputs = self.open(inside, inputs)
+            else:
+                outputs = self.once(equation, inputs)
+            names.update(zip(equation.outvars, outputs, strict=True))
+        return list(map(number, jaxpr.outvars))
+
+    def once(self, equation: Any, inputs: tuple[int, ...]) -> tuple[int, ...]:
+        """An operation; where the same one has been done with the same values, what that made.
+
+        Layers of a library cast and reshape their input each for itself, and we ask which of them read the same.
+        """
+        key = (equation.primitive, str(equation.params), inputs)
+        simple = not equation.effects and equation.primitive in _shaping()
+        if simple and key in self.done:
+            return self.done[key]
+        outputs = tuple(self.new(variable.aval) for variable in equation.outvars)
+        self.ops.append(Op(equation.primitive, equation.params, inputs, outputs))
+        self.done[key] = outputs
+        return outputs
+
+
+def _shaping() -> set[Any]:
+    return {p.reshape_p, p.broadcast_in_dim_p, p.convert_element_type_p, p.squeeze_p, p.transpose_p, p.copy_p}
+
+
+def split_primitive() -> Any:
+    """The primitive of `jax.lax.split`, which `jax.extend` does not name."""
+    closed = jax.make_jaxpr(lambda v: jax.lax.split(v, (1, 1)))(jnp.zeros(2))
+    return _inner(closed).eqns[0].primitive
