@@ -107,6 +107,12 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model must be a streamgrad.Model(cell, head), not {kind_of(model)}.")
 
 
+def check_is_cell(cell: Any) -> None:
+    """`cell` is a `Cell`."""
+    if not isinstance(cell, Cell):
+        raise ValueError(f"cell must be a Cell, such as streamgrad.cells.lstm(3, 8) returns, not {kind_of(cell)}.")
+
+
 def check_estimator(est: Any) -> None:
     """`est` is a `GradientEstimator`."""
     if not isinstance(est, GradientEstimator):
@@ -123,8 +129,10 @@ def check_cell(step: Any, init_params: Any, init_state: Any, output: Any, first:
     check_arguments("init_state", init_state)
     check_arguments("output", output, "state")
     state = jax.eval_shape(init_state)
-    if not jax.tree.leaves(state):
-        raise ValueError("state has no arrays in it.")
+    if not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(state)):
+        raise ValueError(
+            "state must have an array of floating-point numbers in it, for there is nothing to learn else."
+        )
     read = jax.eval_shape(output, state)
     if not hasattr(read, "shape") or len(read.shape) != 1:
         got = f"shape {read.shape}" if hasattr(read, "shape") else kind_of(read)

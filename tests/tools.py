@@ -47,6 +47,7 @@ def nested_cell() -> sg.Cell:
         init_state=lambda: {"fast": jnp.zeros(2), "slow": (jnp.zeros((2, 2)),)},
         output=lambda state: jnp.append(state["fast"], state["slow"][0][0, 1]),
         example_input={"a": jnp.zeros(1), "b": jnp.zeros(())},
+        products=False,
     )
 
 

@@ -1,6 +1,7 @@
 """Recurrent cells: the transitions h_t = F(h_{t-1}, x_t; θ)."""
 
 from streamgrad.cells.affine import affine, features, init_weights
+from streamgrad.cells.explain import explain
 from streamgrad.cells.function import from_function
 from streamgrad.cells.gru import gru
 from streamgrad.cells.lstm import LSTMState, lstm
@@ -10,6 +11,7 @@ from streamgrad.cells.vanilla import vanilla
 __all__ = [
     "LSTMState",
     "affine",
+    "explain",
     "features",
     "from_function",
     "gru",

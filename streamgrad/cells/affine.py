@@ -15,14 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Cell, Cut
+from streamgrad.base import Cell, Cut, Worked
+from streamgrad.cells.encoding import whole_state
 from streamgrad.checks import check_cell, check_size
 from streamgrad.keys import check_key
 from streamgrad.step.cuts import params_cut, state_cut
+from streamgrad.step.explained import Place
 from streamgrad.step.product import product
+from streamgrad.trees import check_real
 
 Affine = Callable[..., Array]
 
@@ -36,10 +38,13 @@ def affine(
 ) -> Cell:
     """Make a cell of any weight matrices, with all three cuts.
 
+    Parameters that are no matrices are arrays of their own: `affine(name)` is the array. In a tree of parameters a name
+    is the way to a leaf, with dots: `affine("layers.0.w", a)`.
+
     Args:
       step: `step(affine, state, x) -> state`; it calls `affine(name, features)` exactly once for each matrix. The
         features may come in parts, as in `affine("w", state, x, 1)`, which spares those that never move some work.
-      init_params: `init_params(key) -> {name: W[N, A]}`.
+      init_params: `init_params(key) -> {name: W[N, A]}`, or any tree of arrays.
       init_state: `init_state() -> state`.
       output: `output(state) -> vector`; by default all of the state.
       example_input: one x, or its shape and dtype, where known.
@@ -58,7 +63,11 @@ def affine(
       ['params', 'preactivation', 'state']
     """
     output = whole_state if output is None else output
-    _check_weights(check_cell(step, init_params, init_state, output, first="affine"))
+    shapes = check_cell(step, init_params, init_state, output, first="affine")
+    check_real("params", shapes)
+    check_real("state", jax.eval_shape(init_state))
+    if not (isinstance(shapes, dict) and all(getattr(leaf, "ndim", 0) == 2 for leaf in shapes.values())):
+        return _of_any_tree(step, init_params, init_state, output, example_input, shapes)
 
     def run(params: PyTree, state: PyTree, x: PyTree, dz: PyTree | None) -> tuple[PyTree, PyTree, PyTree]:
         """The new state, the preactivations and the features."""
@@ -94,19 +103,55 @@ def affine(
     return Cell(init_params, init_state, plain, output, cuts, input_shape(example_input))
 
 
-def _check_weights(params: PyTree) -> None:
-    """The parameters are weight matrices by name."""
-    if not isinstance(params, dict):
-        got = "an array" if hasattr(params, "shape") else f"a {type(params).__name__}"
-        raise ValueError(f"init_params must return a dict of weight matrices by name, not {got}.")
-    for name, weights in params.items():
-        if not hasattr(weights, "shape"):
-            raise ValueError(f"the weights {name!r} must be one matrix [N, A], not a {type(weights).__name__}.")
-        if len(weights.shape) != 2:
-            raise ValueError(
-                f"the weights {name!r} must be a matrix [N, A], but their shape is {weights.shape}: make a bias the "
-                "column of a matrix whose feature is 1, or use cells.from_function, which takes any shape."
-            )
+def _of_any_tree(
+    step: Callable[[Affine, PyTree, PyTree], PyTree],
+    init_params: Callable[[Array], PyTree],
+    init_state: Callable[[], PyTree],
+    output: Callable[[PyTree], Array],
+    example_input: PyTree | None,
+    shapes: PyTree,
+) -> Cell:
+    """A cell of any tree of arrays, by one of matrices: what is no matrix is a column, whose feature is 1."""
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    named = {".".join(_word(entry) for entry in path) or "params": leaf for path, leaf in leaves}
+
+    def weights(params: PyTree) -> dict[str, Array]:
+        arrays = dict(zip(named, jax.tree.leaves(params), strict=True))
+        return {name: array if array.ndim == 2 else array.reshape(-1, 1) for name, array in arrays.items()}
+
+    def over_matrices(record: Affine, state: PyTree, x: PyTree) -> PyTree:
+        def ask(name: str, *parts: Array | float | int) -> Array:
+            leaf = named.get(name)
+            if leaf is None or leaf.ndim == 2:
+                return record(name, *parts)
+            if parts:
+                raise ValueError(
+                    f"affine({name!r}) takes no features: its shape is {leaf.shape}, not that of a matrix."
+                )
+            return record(name, 1).reshape(leaf.shape)
+
+        return step(ask, state, x)
+
+    inner = affine(over_matrices, lambda key: weights(init_params(key)), init_state, output, example_input)
+    worked = Worked(inner, weights, lambda state: state, lambda: [_place(path, leaf) for path, leaf in leaves])
+
+    def plain(params: PyTree, state: PyTree, x: PyTree) -> PyTree:
+        return inner.step(weights(params), state, x)
+
+    return Cell(init_params, init_state, plain, output, inner.cuts, input_shape(example_input), worked=worked)
+
+
+def _place(path: Any, leaf: Any) -> Place:
+    """What becomes of an array: weights if it is a matrix, else a cut of its own."""
+    name = jax.tree_util.keystr(path)
+    if leaf.ndim == 2:
+        return Place(name, leaf.shape, "product", (tuple(leaf.shape),), 0)
+    return Place(name, leaf.shape, "own", (), leaf.size)
+
+
+def _word(entry: Any) -> str:
+    """One part of the way to a leaf."""
+    return str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))
 
 
 def _as_vectors(name: str, weights: Array, parts: tuple[Any, ...]) -> list[Array]:
@@ -137,11 +182,6 @@ def input_shape(example: PyTree | None) -> PyTree | None:
             ) from error
 
     return jax.tree.map(shape, example)
-
-
-def whole_state(state: PyTree) -> Float[Array, " S"]:
-    """All of a state as one vector."""
-    return ravel_pytree(state)[0]
 
 
 def features(state: Float[Array, " H"], x: Array) -> Float[Array, " A"]:

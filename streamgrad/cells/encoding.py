@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
-from streamgrad._typing import Array, PyTree
+from streamgrad._typing import Array, Float, PyTree
+from streamgrad.base import work_dtype
 
 DIGIT = 16
 
@@ -26,7 +28,7 @@ def encode(tree: PyTree, dtype: Any) -> PyTree:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> encode({"h": jnp.ones(2), "z": jnp.array([1 + 2j]), "t": jnp.array(70000)}, jnp.float32)["t"].tolist()
+      >>> encode({"h": jnp.ones(2), "z": jnp.array([1 + 2j]), "t": jnp.int32(70000)}, jnp.float32)["t"].tolist()
       [4464.0, 1.0]
     """
     return jax.tree.map(lambda leaf: _encode(jnp.asarray(leaf), dtype), tree)
@@ -50,6 +52,12 @@ def decode(tree: PyTree, like: PyTree) -> PyTree:
       (70000, True)
     """
     return jax.tree.map(lambda was, leaf: _decode(leaf, was), like, tree)
+
+
+def whole_state(state: PyTree) -> Float[Array, " S"]:
+    """All of a state that can be differentiated as one vector; of complex numbers both parts."""
+    leaves = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return ravel_pytree(encode(leaves, work_dtype(leaves)))[0]
 
 
 def is_plain(tree: PyTree) -> bool:

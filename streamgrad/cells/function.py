@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Cell, Cut, Worked, work_dtype
-from streamgrad.cells.affine import input_shape, whole_state
-from streamgrad.cells.encoding import decode, encode, is_plain, natural
+from streamgrad.cells.affine import input_shape
+from streamgrad.cells.encoding import decode, encode, is_plain, natural, whole_state
 from streamgrad.checks import check_cell, check_flag
 from streamgrad.step.cuts import params_cut, state_cut
 from streamgrad.step.explained import Place, places
@@ -60,10 +60,10 @@ def from_function(
       >>> sorted(cell.cuts)
       ['params', 'preactivation', 'state']
     """
-    state = jax.eval_shape(init_state)
-    output = _default_output(state) if output is None else output
+    output = whole_state if output is None else output
     check_flag(products=products)
     params = check_cell(step, init_params, init_state, output)
+    state = jax.eval_shape(init_state)
     example = input_shape(example_input)
     bare = Cell(init_params, init_state, step, output, {}, example)
     if products and example is not None:
@@ -72,16 +72,6 @@ def from_function(
     if is_plain(state) and is_plain(params) and len(dtypes) == 1:
         return bare._replace(cuts={"state": state_cut(step), "params": params_cut(step)})
     return _encoded(bare, params, state)
-
-
-def _default_output(state: PyTree) -> Callable[[PyTree], Array]:
-    """All of a state that is real; of complex numbers both parts."""
-
-    def output(state: PyTree) -> Array:
-        leaves = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-        return whole_state(encode(leaves, work_dtype(leaves)))
-
-    return whole_state if is_plain(state) else output
 
 
 def _work_form(cell: Cell, state: PyTree, step: Step, weights: Callable[[PyTree], PyTree]) -> Cell:

@@ -6,9 +6,11 @@ from typing import Any
 import jax
 
 from streamgrad._typing import Array, PyTree
-from streamgrad.base import Cell, Cut
+from streamgrad.base import Cell, Cut, Worked
+from streamgrad.cells.explain import places_of
 from streamgrad.checks import check_like
 from streamgrad.step.cuts import params_cut, state_cut
+from streamgrad.step.explained import Place
 
 
 def stack(*cells: Cell) -> Cell:
@@ -33,6 +35,8 @@ def stack(*cells: Cell) -> Cell:
     if not cells:
         raise ValueError("stack needs at least one cell.")
     _check_layers(cells)
+    if any(cell.worked is not None for cell in cells):
+        return _of_worked(cells)
 
     def climb(visit: Callable[[int, Cell, Any], tuple[PyTree, Any]], x: PyTree) -> tuple[tuple, tuple]:
         """Go up the layers; `visit` gives a layer's new state and what to keep of it."""
@@ -79,6 +83,29 @@ def stack(*cells: Cell) -> Cell:
         example_input=cells[0].example_input,
         check_values=cells[0].check_values,
     )
+
+
+def _of_worked(cells: tuple[Cell, ...]) -> Cell:
+    """A stack of which some layers are worked on in another form than they were given."""
+    worked = [cell.worked for cell in cells]
+    inner = stack(*(cell if form is None else form.cell for cell, form in zip(cells, worked, strict=True)))
+    # As given, it climbs over the layers as given; nothing but its step and its beginnings is asked of it.
+    given = stack(*(cell._replace(worked=None, cuts={}) for cell in cells))
+
+    def weights(params: PyTree) -> PyTree:
+        return tuple(w if form is None else form.weights(w) for w, form in zip(params, worked, strict=True))
+
+    def state(encoded: PyTree) -> PyTree:
+        return tuple(s if form is None else form.state(s) for s, form in zip(encoded, worked, strict=True))
+
+    def explained() -> list[Place]:
+        return [
+            place._replace(name=f"[{layer}]{place.name}")
+            for layer, cell in enumerate(cells)
+            for place in places_of(cell)
+        ]
+
+    return given._replace(cuts=inner.cuts, worked=Worked(inner, weights, state, explained))
 
 
 def _check_layers(cells: tuple[Any, ...]) -> None:

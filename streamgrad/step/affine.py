@@ -240,7 +240,7 @@ def _product(
     return [Affine(tuple(out.shape), out.dtype, terms, frozenset({weight}))]
 
 
-def _columns(weights: Weights, begin: int, end: int, factor: complex) -> Weights:
+def _columns(weights: Weights, begin: int, end: int, factor: int | complex) -> Weights:
     def some(get: Get) -> Array:
         found = weights(get)[..., begin:end]
         return found if factor == 1 else factor * found
@@ -250,7 +250,7 @@ def _columns(weights: Weights, begin: int, end: int, factor: complex) -> Weights
 
 def _features(
     program: Program, value: int, dims: tuple[int, ...], is_moving: Callable[[int], bool]
-) -> list[tuple[Feature, int, complex]]:
+) -> list[tuple[Feature, int, int | complex]]:
     """The real vectors that an array is made of, with their sizes, and what multiplies the weights there."""
     aval, maker = program.avals[value], program.maker.get(value)
     if maker is not None and maker.primitive is p.convert_element_type_p and is_complex(aval.dtype):

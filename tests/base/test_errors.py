@@ -59,7 +59,7 @@ OPTIONS = {
     "step is no function": (lambda: sg.cells.from_function(3, 3, 3), "step must be a function"),
     "whole-number state": (
         lambda: sg.cells.from_function(lambda p, s, x: s, lambda k: k, lambda: jnp.zeros(2, int)),
-        "state must be an array of real floating-point numbers, not int",
+        "state must have an array of floating-point numbers in it",
     ),
     "tbptt with unknown input": (
         lambda: sg.tbptt(

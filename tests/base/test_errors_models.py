@@ -26,25 +26,36 @@ def plain(affine, state, x):
     return jnp.tanh(affine("w", sg.cells.features(state, x)))
 
 
+def stepped(cell):
+    return cell.step(cell.init_params(KEY), cell.init_state(), X[0])
+
+
 def of_function(step=lambda p, s, x: s * p, params=lambda k: jnp.ones(2), state=lambda: jnp.zeros(2), **options):
     return sg.cells.from_function(step, params, state, **options)
 
 
 CELLS = {
-    "weights that are a vector": (
-        lambda: a_cell(plain, lambda k: {"w": jnp.ones(3)}),
-        r"'w' must be a matrix .* \(3,\)",
+    "features for a vector": (
+        lambda: stepped(a_cell(plain, lambda k: {"w": jnp.ones(3)})),
+        r"affine\('w'\) takes no features: its shape is \(3,\)",
     ),
-    "weights that are a number": (lambda: a_cell(plain, lambda k: {"w": jnp.ones(())}), "'w' must be a matrix"),
-    "weights in a list": (lambda: a_cell(plain, lambda k: [jnp.ones((4, 8))]), "dict of weight matrices.*not a list"),
-    "weights without a name": (lambda: a_cell(plain, lambda k: jnp.ones((4, 8))), "dict of weight .* not an array"),
-    "weights in a tree": (lambda: a_cell(plain, lambda k: {"w": {"v": jnp.ones((4, 8))}}), "'w' must be one matrix"),
+    "no features for a matrix": (
+        lambda: stepped(a_cell(lambda affine, s, x: affine("w"))),
+        r"needs a vector of 8 features.* the shape of these is nothing",
+    ),
+    "a name that is not in the tree": (
+        lambda: stepped(a_cell(plain, lambda k: {"w": {"v": jnp.ones((4, 8))}})),
+        r"asked for 'w' and there are only 'w.v'",
+    ),
     "no weights": (lambda: a_cell(plain, lambda k: {}), "params has no arrays"),
     "whole-number weights": (
         lambda: a_cell(plain, lambda k: {"w": jnp.ones((4, 8), int)}),
         r"params\['w'\] .* not int",
     ),
-    "whole-number affine state": (lambda: a_cell(plain, None, lambda: jnp.zeros(4, int)), "state must be .* not int"),
+    "whole-number affine state": (
+        lambda: a_cell(plain, None, lambda: jnp.zeros(4, int)),
+        "state must have an array of floating-point",
+    ),
     "affine of numbers": (lambda: sg.cells.affine(3, 4, 5), "step must be a function, not 3"),
     "init_params without a key": (lambda: of_function(params=lambda: jnp.ones(2)), r"called as init_params\(key\)"),
     "init_state with a key": (lambda: of_function(state=lambda k: jnp.zeros(2)), r"called as init_state\(\)"),
@@ -53,7 +64,8 @@ CELLS = {
     "output of a matrix": (lambda: of_function(output=lambda s: jnp.outer(s, s)), r"one vector .* not shape \(2, 2\)"),
     "output of a pair": (lambda: of_function(output=lambda s: (s, s)), "one vector .* not tuple"),
     "output no function": (lambda: a_cell(plain, output=3), "output must be a function"),
-    "complex params": (lambda: of_function(params=lambda k: jnp.ones(2) + 0j), "params must be .* not complex128"),
+    "whole-number params": (lambda: of_function(params=lambda k: jnp.ones(2, int)), "params must be .* not int64"),
+    "output of complex numbers": (lambda: of_function(output=lambda s: s + 0j), "real numbers .* not complex128"),
     "example_input a word": (lambda: of_function(example_input="x"), "example_input must be one x.* not 'x'"),
     "features of a matrix": (lambda: sg.cells.features(jnp.zeros((2, 2)), jnp.zeros(2)), "state and x must be vectors"),
     "init_weights without a key": (lambda: sg.cells.init_weights(0, 4, 2), "key must be a single JAX PRNG key"),
