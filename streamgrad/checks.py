@@ -107,6 +107,16 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model must be a streamgrad.Model(cell, head), not {kind_of(model)}.")
 
 
+def check_own_matrices(model: Any) -> None:
+    """`model` is a `Model` whose cell is worked on as it was given, so that its parameters are those of the theory."""
+    check_model(model)
+    if model.inner is not model:
+        raise ValueError(
+            "the theory is over the matrices that this cell's parameters make: pass model.inner for the model, and "
+            "model.enter(params) for its parameters."
+        )
+
+
 def check_is_cell(cell: Any) -> None:
     """`cell` is a `Cell`."""
     if not isinstance(cell, Cell):

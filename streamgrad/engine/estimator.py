@@ -14,6 +14,7 @@ from streamgrad.checks import check_fits, check_values
 from streamgrad.engine.acting import advancing, bare, crediting
 from streamgrad.engine.checking import checks_of
 from streamgrad.engine.outside import from_outside
+from streamgrad.engine.reverse_only import naming_reverse_only
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling
 from streamgrad.trees import restart as restart
@@ -172,7 +173,8 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
     if model.inner is not model:
         return from_outside(model, estimator(model.inner, algorithm, noisy))
     check, check_many = checks_of(model, algorithm.init, algorithm.check, algorithm.uses_loss)
-    run, run_many = algorithm.run, functools.partial(over_streams, algorithm)
+    forms = (algorithm.run, functools.partial(over_streams, algorithm))
+    run, run_many = (naming_reverse_only(model, form) for form in forms)
     run_each = functools.partial(over_streams, algorithm._replace(batch=None))
 
     def alone(outcome: Outcome) -> Params:

@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Model, Params, fold_weight
-from streamgrad.checks import check_at_most, check_chunk, check_model, check_params, check_size
+from streamgrad.checks import check_at_most, check_chunk, check_own_matrices, check_params, check_size
 from streamgrad.engine.estimator import restart, transition
 from streamgrad.estimators.uoro_across import block_of_unit
 from streamgrad.noise.groups import Groups
@@ -48,7 +48,7 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
       >>> ep.b.shape, ep.jacobian.shape
       ((3, 3, 8), (3, 8, 112))
     """
-    check_model(model)
+    check_own_matrices(model)
     check_params(jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0))), params)
     check_size(length=length)
     steps = check_chunk(model, chunk)

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, Model, Params, fold_weight
-from streamgrad.checks import check_chunk, check_model, check_params, check_size, find_cut
+from streamgrad.checks import check_chunk, check_own_matrices, check_params, check_size, find_cut
 from streamgrad.engine.estimator import restart
 from streamgrad.step import cuts
 from streamgrad.theory.tape import Tape, padded_length, same_episode
@@ -183,7 +183,7 @@ def collect(
 
 
 def _check(model: Model, params: Any, chunk: Any, cut: Any, block: Any) -> None:
-    check_model(model)
+    check_own_matrices(model)
     expected = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
     check_params(expected, params)
     find_cut(model, cut)

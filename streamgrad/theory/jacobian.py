@@ -9,7 +9,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Model, Params
-from streamgrad.checks import check_chunk, find_cut
+from streamgrad.checks import check_chunk, check_own_matrices, find_cut
 from streamgrad.engine.estimator import restart
 from streamgrad.step import cuts
 from streamgrad.step.cuts import linearise
@@ -51,6 +51,7 @@ def jacobian_terms(
       >>> terms.pushed.shape, terms.pulled.shape
       ((5, 4), (5, 28))
     """
+    check_own_matrices(model)
     vertex = find_cut(model, cut)
     length = check_chunk(model, chunk)
     layout = cuts.layout(model.cell, vertex)

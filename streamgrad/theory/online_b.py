@@ -17,7 +17,7 @@ import numpy as np
 
 from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, Model, Params, fold_weight, real_dtype
-from streamgrad.checks import check_choice, check_chunk, find_cut
+from streamgrad.checks import check_choice, check_chunk, check_own_matrices, find_cut
 from streamgrad.engine.estimator import restart
 from streamgrad.noise.groups import Groups, make_groups
 from streamgrad.noise.rescale import balance
@@ -199,6 +199,7 @@ def estimate_b_online(
       (4, 4)
     """
     check_choice("rescale", rescale, ("gir", "none"))
+    check_own_matrices(model)
     vertex = find_cut(model, "preactivation")
     length = check_chunk(model, chunk)
     chunk = fold_weight(chunk)

@@ -1,0 +1,61 @@
+"""Functions that can only be differentiated backwards: which of them stand in a cell, when forward mode fails."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import primitives
+
+from streamgrad.base import Model
+
+
+def naming_reverse_only(model: Model, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which says in a sentence what to do where a step cannot be differentiated forwards.
+
+    A `jax.custom_vjp` has no rule for forward mode, and JAX does not say which function it was.
+
+    Args:
+      model: the model.
+      run: as in `streamgrad.engine.estimator.Algorithm`.
+
+    Returns:
+      The same function.
+    """
+
+    @functools.wraps(run)
+    def named(params: Any, state: Any, chunk: Any, key: Any) -> Any:
+        try:
+            return run(params, state, chunk, key)
+        except TypeError as error:
+            if "custom_vjp" not in str(error):
+                raise
+            one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk.inputs)
+            axes = len(jax.tree.leaves(one)[0].shape) - len(_input_shape(model, one))
+            x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), one)
+            found = sorted(set(_names(jax.make_jaxpr(model.cell.step)(params.cell, model.init_state(params), x))))
+            raise ValueError(
+                f"the cell's step cannot be differentiated forwards, for it has no rule for {', '.join(found)}: use "
+                "jax.custom_jvp for it in place of jax.custom_vjp, or an estimator that only goes backwards, such as "
+                "bptt, tbptt, rtrl or ok."
+            ) from error
+
+    return named
+
+
+def _input_shape(model: Model, inputs: Any) -> tuple[int, ...]:
+    """The shape of the first array of one x; where the cell does not say, all of it but time."""
+    if model.cell.example_input is None:
+        return jax.tree.leaves(inputs)[0].shape[1:]
+    return jax.tree.leaves(model.cell.example_input)[0].shape
+
+
+def _names(closed: Any) -> Iterator[str]:
+    """The custom_vjp functions in a jaxpr."""
+    for equation in getattr(closed, "jaxpr", closed).eqns:
+        if equation.primitive is primitives.custom_vjp_call_p:
+            inside = equation.params["call_jaxpr"]
+            yield getattr(inside, "jaxpr", inside).debug_info.func_name
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda value: hasattr(value, "eqns")):
+            if hasattr(value, "eqns"):
+                yield from _names(value)
