@@ -1,6 +1,9 @@
 """Recurrent cells: the transitions h_t = F(h_{t-1}, x_t; θ)."""
 
 from streamgrad.cells.affine import affine, features, init_weights
+from streamgrad.cells.from_equinox import from_equinox
+from streamgrad.cells.from_flax import from_flax
+from streamgrad.cells.from_haiku import from_haiku
 from streamgrad.cells.function import from_function
 from streamgrad.cells.gru import gru
 from streamgrad.cells.lstm import LSTMState, lstm
@@ -11,7 +14,10 @@ __all__ = [
     "LSTMState",
     "affine",
     "features",
+    "from_equinox",
+    "from_flax",
     "from_function",
+    "from_haiku",
     "gru",
     "init_weights",
     "lstm",
