@@ -180,8 +180,10 @@ def test_uoro(name, cut):
 @pytest.mark.parametrize("name", cases(("eqx.GRUCell", "tied")))
 def test_uoro_gir(name):
     """At the state, all patterns of signs."""
-    model, params, chunk, want = start_of(name, 3 if cut_size(problem(name)[1], "state") < 5 else 2)
-    n = cut_size(model, "state")
+    n = cut_size(problem(name)[1], "state")
+    if n > 8:
+        pytest.skip("too many patterns: test_uoro has this case by few of them")
+    model, params, chunk, want = start_of(name, 3 if n < 5 else 2)
     est = sg.uoro(model, cut="state", noise="given", rescale="gir")
     assert_unbiased(est, params, chunk, all_signs(len(chunk.targets), n), want)
 
