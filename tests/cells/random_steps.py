@@ -13,6 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from tests.flags import FLAGS
+
+os.environ.setdefault("XLA_FLAGS", FLAGS)
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +24,6 @@ import numpy as np
 import streamgrad as sg
 from tests.cells import random_weights
 from tests.cells.random_weights import Weights
-from tests.flags import FLAGS
 from tests.tools import cut_size, error, mean_over, orthogonal_signs, split
 
 TOLERANCE = 1e-10
@@ -341,7 +344,6 @@ def check_one(seed: int) -> float:
 
 def main() -> None:
     """As many as are asked for."""
-    os.environ.setdefault("XLA_FLAGS", FLAGS)
     jax.config.update("jax_enable_x64", True)
     first, count = (int(word) for word in ["0", *sys.argv[1:]][-2:])
     misses, largest = 0, 0.0
