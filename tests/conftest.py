@@ -12,11 +12,25 @@ import jax
 import jaxtyping
 import pytest
 
+from tests.cells.libraries import have
+
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # For good, not in a `with`: modules of streamgrad are imported when they are first used.
 jaxtyping.install_import_hook("streamgrad", "beartype.beartype")
+
+
+# The docstrings whose examples need another library.
+NEEDS = {f"streamgrad.cells.from_{name}": name for name in ("equinox", "flax", "haiku")}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the examples of adapters for libraries that are not there, or do not work with this JAX."""
+    for item in items:
+        name = NEEDS.get(item.name.rpartition(".")[0])
+        if name is not None and not have(name):
+            item.add_marker(pytest.mark.skip(reason=f"{name} cannot be imported here"))
 
 
 @pytest.fixture(scope="session", autouse=True)

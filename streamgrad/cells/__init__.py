@@ -1,6 +1,7 @@
 """Recurrent cells: the transitions h_t = F(h_{t-1}, x_t; θ)."""
 
 from streamgrad.cells.affine import affine, features, init_weights
+from streamgrad.cells.foreign import Carried
 from streamgrad.cells.from_equinox import from_equinox
 from streamgrad.cells.from_flax import from_flax
 from streamgrad.cells.from_haiku import from_haiku
@@ -11,6 +12,7 @@ from streamgrad.cells.stack import stack
 from streamgrad.cells.vanilla import vanilla
 
 __all__ = [
+    "Carried",
     "LSTMState",
     "affine",
     "features",

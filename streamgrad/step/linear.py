@@ -29,7 +29,7 @@ class Linear(NamedTuple):
     """
 
     take: Callable[[Float[Array, " S"], PyTree], tuple[Float[Array, " S"], list[Any], PyTree]]
-    pull: Callable[[list[Array], Float[Array, " S"]], tuple[Float[Array, " S"], PyTree]]
+    pull: Callable[[list[Any], Float[Array, " S"]], tuple[Float[Array, " S"], PyTree]]
     push: Callable[[Float[Array, " S"], PyTree, Float[Array, " S"]], Float[Array, " S"]]
 
 
@@ -81,7 +81,7 @@ def linear(cell: Cell, params: PyTree, start: PyTree, x: PyTree) -> Linear:
             features = cut.features(params, unravel(vector), x)
         return new, [leaf for leaf, moving in zip(leaves, moves, strict=True) if moving], features
 
-    def pull(kept: list[Array], cotangent: Array) -> tuple[Array, PyTree]:
+    def pull(kept: list[Any], cotangent: Array) -> tuple[Array, PyTree]:
         rest = iter(kept)
         leaves = [next(rest) if moving else leaf for leaf, moving in zip(anywhere, moves, strict=True)]
         return jax.tree.unflatten(structure, leaves)(cotangent)
