@@ -98,12 +98,13 @@ def test_variables_that_the_call_leaves_alone_are_constants():
     class Normed(nnx.Module):
         def __init__(self, rngs, evaluate):
             self.cell = nnx.GRUCell(2, 3, rngs=rngs, param_dtype=jnp.float64)
-            self.norm = nnx.BatchNorm(3, use_running_average=evaluate, rngs=rngs, param_dtype=jnp.float64)
+            self.norm = nnx.BatchNorm(3, use_running_average=evaluate, rngs=rngs)
             self.drop = nnx.Dropout(0.5, deterministic=evaluate, rngs=rngs)
 
         def __call__(self, carry, x):
             carry, y = self.cell(carry, x)
-            return carry, self.drop(self.norm(y[None])[0])
+            y = self.norm(y[None].astype(jnp.float32))[0]  # whose statistics are float32
+            return carry, self.drop(y.astype(jnp.float64))
 
     def make(evaluate):
         return sg.cells.from_flax(Normed(nnx.Rngs(0), evaluate), jnp.zeros(2), init_state=lambda: jnp.zeros(3))
