@@ -208,14 +208,14 @@ def test_uoro_across(name):
 
 
 @pytest.mark.parametrize("immediate", ["estimated", pytest.param("exact", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("groups", ["one", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", cases(("nnx.OptimizedLSTMCell", "eqx, two layers", "tied"), also="products"))
 def test_uoro_at_products(name, groups, immediate):
+    """In as few groups as there can be, or one for each preactivation."""
     model, params, chunk, want = start_of(name, 3)
-    count = len(sg.cuts.layout(model.cell, model.cell.cuts["preactivation"]).rows)
-    groups = 1 if groups == 1 else 2 * count
-    est = sg.uoro(model, noise="given", rescale="none", groups=groups, immediate=immediate)
-    assert_unbiased(est, params, chunk, orthogonal_signs(3, cut_size(model, "preactivation")), want)
+    n = cut_size(model, "preactivation")
+    est = sg.uoro(model, noise="given", rescale="none", groups=1 if groups == "one" else n, immediate=immediate)
+    assert_unbiased(est, params, chunk, orthogonal_signs(3, n), want)
 
 
 @pytest.mark.parametrize("name", cases(("eqx.LSTMCell", "tied"), also="products"))
