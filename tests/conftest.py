@@ -1,28 +1,36 @@
 """Strict numerics for every test: the CPU, float64, no rank promotion, shapes of annotations checked at run time."""
 
 import os
-from importlib.metadata import version
+
+from tests.flags import FLAGS
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads and XLA's get in each other's way
-# Two pytest workers on two cores: a second thread pool in each would only get in the way. Programs here are small and
-# run once, so compiling fast is worth more than running fast. Without the newer fusion emitters, and with one module of
-# code instead of one for each thread, a program compiles in a quarter of the time. jax 0.12 has no older emitters.
-FLAGS = "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
-if tuple(map(int, version("jax").split(".")[:2])) < (0, 12):
-    FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 
-import jax  # noqa: E402
-import jaxtyping  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import jaxtyping
+import pytest
+
+from tests.cells.libraries import have
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # For good, not in a `with`: modules of streamgrad are imported when they are first used.
 jaxtyping.install_import_hook("streamgrad", "beartype.beartype")
+
+
+# The docstrings whose examples need another library.
+NEEDS = {f"streamgrad.cells.from_{name}": name for name in ("equinox", "flax", "haiku")}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the examples of adapters for libraries that are not there, or do not work with this JAX."""
+    for item in items:
+        name = NEEDS.get(item.name.rpartition(".")[0])
+        if name is not None and not have(name):
+            item.add_marker(pytest.mark.skip(reason=f"{name} cannot be imported here"))
 
 
 @pytest.fixture(scope="session", autouse=True)

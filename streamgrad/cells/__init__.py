@@ -2,6 +2,10 @@
 
 from streamgrad.cells.affine import affine, features, init_weights
 from streamgrad.cells.explain import explain
+from streamgrad.cells.foreign import Carried
+from streamgrad.cells.from_equinox import from_equinox
+from streamgrad.cells.from_flax import from_flax
+from streamgrad.cells.from_haiku import from_haiku
 from streamgrad.cells.function import from_function
 from streamgrad.cells.gru import gru
 from streamgrad.cells.lstm import LSTMState, lstm
@@ -9,11 +13,15 @@ from streamgrad.cells.stack import stack
 from streamgrad.cells.vanilla import vanilla
 
 __all__ = [
+    "Carried",
     "LSTMState",
     "affine",
     "explain",
     "features",
+    "from_equinox",
+    "from_flax",
     "from_function",
+    "from_haiku",
     "gru",
     "init_weights",
     "lstm",

@@ -28,8 +28,8 @@ class Linear(NamedTuple):
       push: `push(state[S], x, tangent[S]) -> [S]`, (dh_t/dh_{t-1}) tangent.
     """
 
-    take: Callable[[Float[Array, " S"], PyTree], tuple[Float[Array, " S"], list[Array], PyTree]]
-    pull: Callable[[list[Array], Float[Array, " S"]], tuple[Float[Array, " S"], PyTree]]
+    take: Callable[[Float[Array, " S"], PyTree], tuple[Float[Array, " S"], list[Any], PyTree]]
+    pull: Callable[[list[Any], Float[Array, " S"]], tuple[Float[Array, " S"], PyTree]]
     push: Callable[[Float[Array, " S"], PyTree, Float[Array, " S"]], Float[Array, " S"]]
 
 
@@ -66,7 +66,7 @@ def linear(cell: Cell, params: PyTree, start: PyTree, x: PyTree) -> Linear:
         check_same_state(state, new)
         return ravel_pytree(new)[0].astype(vector.dtype)
 
-    def linearised(vector: Array, x: PyTree) -> tuple[Array, list[Array], Any]:
+    def linearised(vector: Array, x: PyTree) -> tuple[Array, list[Any], Any]:
         new, pull = jax.vjp(lambda vector, here: transition(vector, here, x), vector, here)
         leaves, structure = jax.tree.flatten(pull)
         return new, leaves, structure
@@ -74,14 +74,14 @@ def linear(cell: Cell, params: PyTree, start: PyTree, x: PyTree) -> Linear:
     moves = depends(lambda vector, x: linearised(vector, x)[1], vector, x)
     _, anywhere, structure = linearised(vector, x)  # of which only what does not move is used
 
-    def take(vector: Array, x: PyTree) -> tuple[Array, list[Array], PyTree]:
+    def take(vector: Array, x: PyTree) -> tuple[Array, list[Any], PyTree]:
         new, leaves, _ = linearised(vector, x)
         features = None
         if cut is not None and cut.features is not None:
             features = cut.features(params, unravel(vector), x)
         return new, [leaf for leaf, moving in zip(leaves, moves, strict=True) if moving], features
 
-    def pull(kept: list[Array], cotangent: Array) -> tuple[Array, PyTree]:
+    def pull(kept: list[Any], cotangent: Array) -> tuple[Array, PyTree]:
         rest = iter(kept)
         leaves = [next(rest) if moving else leaf for leaf, moving in zip(anywhere, moves, strict=True)]
         return jax.tree.unflatten(structure, leaves)(cotangent)

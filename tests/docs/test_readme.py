@@ -8,8 +8,11 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import streamgrad as sg
 from streamgrad.estimators import markdown_table
+from tests.cells.libraries import library
 from tests.tools import ROOT, code_blocks, error, make_chunk, make_model, make_params, run
 
 README = ROOT / "README.md"
@@ -47,6 +50,25 @@ def test_examples_run_as_printed():
     assert loss and reward, done.stdout
     assert float(loss[1]) < 0.05
     assert float(reward[1]) > 0.95
+
+
+NEEDS = {"import equinox": "equinox", "from flax": "flax", "import haiku": "haiku"}
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_examples_of_cells_run_as_printed(number):
+    """Each in an interpreter of its own, as they need other libraries, and where those are."""
+    block = code_blocks(ROOT / "docs/cells.md")[number]
+    for words, name in NEEDS.items():
+        if words in block:
+            library(name)
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_example_of_cells_is_run():
+    assert len(code_blocks(ROOT / "docs/cells.md")) == 5
 
 
 def test_example_of_contributing_conforms():

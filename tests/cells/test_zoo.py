@@ -1,0 +1,277 @@
+"""Cells of other libraries have the gradients that `jax.grad` finds through those libraries' own calls.
+
+Exact methods to 1e-10 for every leaf. Unbiased ones by their mean over patterns of signs (see `tests.tools`): all of
+them where coefficients depend on the noise, else the rows of a Hadamard matrix.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import streamgrad as sg
+from streamgrad.noise.reduction import signs_needed
+from tests.cells.zoo import CASES, NEEDS_CORE, Case
+from tests.tools import all_signs, cut_size, made, mean_over, orthogonal_signs, random_alpha, run, split
+
+LENGTH = 7
+# One of each kind; the others are among the slow tests.
+FEW = ("nnx.OptimizedLSTMCell", "linen.ConvLSTMCell", "linen, projected", "eqx.GRUCell", "eqx, two layers", "tied")
+FEW += ("haiku.LSTM", "embedding", "dropout", "lru", "counter", "bfloat16")
+
+
+def cases(few: tuple[str, ...] = FEW, also: str | None = None):
+    """The cases as parameters of a test: those that wait for the core skipped, all but a few of the rest slow."""
+    found = []
+    for name, entry in CASES.items():
+        waits = (entry.needs | ({also} if also else set())) & NEEDS_CORE
+        marks = [pytest.mark.skip(reason=f"waits for the core: {', '.join(sorted(waits))}")] if waits else []
+        found.append(pytest.param(name, marks=marks if name in few else [*marks, pytest.mark.slow]))
+    return found
+
+
+@functools.cache
+def problem(name: str) -> tuple[Case, sg.Model, sg.Params, sg.Chunk]:
+    """A case with parameters away from any symmetry, and a stream with a reset in its middle."""
+    case = CASES[name].make()
+    model = sg.Model(case.cell, sg.heads.squared_error(2))
+    rng = np.random.default_rng(0)
+
+    def move(leaf):
+        noise = rng.normal(size=leaf.shape) + (1j * rng.normal(size=leaf.shape) if jnp.iscomplexobj(leaf) else 0)
+        return jnp.asarray(leaf + 0.3 * noise, leaf.dtype)
+
+    params = jax.tree.map(move, model.init(jax.random.key(0)))
+    reset = jnp.asarray(np.arange(LENGTH) == 4)
+    return case, model, params, sg.Chunk(case.inputs(rng, LENGTH), jnp.asarray(rng.normal(size=(LENGTH, 2))), reset)
+
+
+def loss_of(head, y, target):
+    """The head, written out."""
+    return jnp.sum((head["w"] @ y + head["b"] - target) ** 2) / 2
+
+
+def one_step(case, params, state, x, reset, target):
+    """The library's call at one step of a stream with resets: the state, and the loss."""
+    if reset is not None:
+        state = jax.tree.map(lambda a, b: jnp.where(reset, a, b), case.begin, state)
+    state, y = case.call(params.cell, state, x)
+    return state, loss_of(params.head, y, target)
+
+
+@functools.cache
+def oracle(name: str, length: int = LENGTH):
+    """`jax.grad` through `jax.lax.scan` of the library's own call; losses, too."""
+    case, _, params, chunk = problem(name)
+    chunk = jax.tree.map(lambda leaf: leaf[:length], chunk)
+
+    def total(params):
+        def step(state, now):
+            return one_step(case, params, state, now.inputs, now.reset, now.targets)
+
+        losses = jax.lax.scan(step, case.begin, chunk)[1]
+        return jnp.sum(losses), losses
+
+    return jax.jit(jax.grad(total, has_aux=True))(params)
+
+
+@functools.cache
+def truncated(name: str, window: int):
+    """Each loss through the last steps alone, from the state that the stream was in before them."""
+    case, _, params, chunk = problem(name)
+    steps = [jax.tree.map(lambda leaf, t=t: leaf[t], chunk) for t in range(LENGTH)]
+
+    def total(params):
+        states, losses = [case.begin], []
+        for t in range(LENGTH):
+            state = states[max(0, t + 1 - window)]
+            for now in steps[max(0, t + 1 - window) : t + 1]:
+                state, loss = one_step(case, params, state, now.inputs, now.reset, now.targets)
+            losses.append(loss)
+            states.append(jax.lax.stop_gradient(state))
+        return sum(losses)
+
+    return jax.jit(jax.grad(total))(params)
+
+
+def assert_same(got, want, tolerance=1e-10):
+    """Every leaf, relative to the largest entry of all, in the same structure and dtype."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert [leaf.dtype for leaf in got] == [leaf.dtype for leaf in want]
+    wide = [np.asarray(leaf, np.result_type(leaf.dtype, np.float64)) for leaf in want]
+    scale = max(np.max(np.abs(leaf)) for leaf in wide)
+    assert all(np.max(np.abs(leaf)) > 1e-3 * scale for leaf in wide), "a leaf whose gradient is nothing tests nothing"
+    for a, b in zip(got, wide, strict=True):
+        np.testing.assert_allclose(np.asarray(a, b.dtype), b, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("name", cases())
+def test_exact(name):
+    """bptt, and rtrl in chunks of three: the reset is inside the second, and the last is shorter."""
+    _, model, params, chunk = problem(name)
+    want, losses = oracle(name)
+    tolerance = CASES[name].tolerance
+    grads, found, _ = run(made(sg.bptt, model), params, [chunk])
+    assert_same(grads, want, tolerance)
+    np.testing.assert_allclose(found, losses, rtol=max(1e-10, tolerance / 100))
+    assert_same(run(made(sg.rtrl, model), params, split_any(chunk, (3, 3, 1)))[0], want, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1,) * 7, (7,), (2, 5)], ids=str)
+@pytest.mark.parametrize("name", cases(()))
+def test_rtrl_by_other_chunks(name, sizes):
+    _, model, params, chunk = problem(name)
+    assert_same(run(made(sg.rtrl, model), params, split_any(chunk, sizes))[0], oracle(name)[0], CASES[name].tolerance)
+
+
+@pytest.mark.parametrize("window", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", cases(("nnx.OptimizedLSTMCell", "eqx, two layers", "embedding", "dropout")))
+def test_tbptt(name, window):
+    _, model, params, chunk = problem(name)
+    want = truncated(name, window) if window < LENGTH else oracle(name)[0]
+    est = made(sg.tbptt, model, window=window)
+    assert_same(run(est, params, split_any(chunk, (3, 4)))[0], want, CASES[name].tolerance)
+
+
+@pytest.mark.parametrize("name", cases(("eqx.GRUCell", "embedding")))
+def test_many_streams(name):
+    """The same stream twice and once with other targets, in one batch: the mean of what each has alone."""
+    _, model, params, chunk = problem(name)
+    other = chunk._replace(targets=-chunk.targets, reset=jnp.zeros(LENGTH, bool))
+    both = jax.tree.map(lambda a, b: jnp.stack([a, b, a]), chunk, other)
+    want = [run(made(sg.bptt, model), params, [part])[0] for part in (chunk, other, chunk)]
+    mean = jax.tree.map(lambda *leaves: sum(leaves) / 3, *want)
+    tolerance = CASES[name].tolerance
+    for make in (sg.bptt, sg.rtrl):
+        assert_same(run(sg.batched(make(model), 3), params, [both])[0], mean, tolerance)
+
+
+def split_any(chunk: sg.Chunk, sizes: tuple[int, ...]):
+    """`tests.tools.split`, also of keys, which are no arrays of numpy."""
+    if all(jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool for leaf in jax.tree.leaves(chunk)):
+        return split(chunk, sizes)
+    ends = np.cumsum(sizes)
+    return [jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], chunk) for a, b in zip(ends - sizes, ends, strict=True)]
+
+
+def start_of(name: str, length: int):
+    """The first steps of a case's stream, and their gradient by the oracle."""
+    _, model, params, chunk = problem(name)
+    return model, params, jax.tree.map(lambda leaf: leaf[:length], chunk), oracle(name, length)[0]
+
+
+def assert_unbiased(est, params, chunk, patterns, want):
+    assert_same(mean_over(est, params, chunk, patterns), want)
+
+
+@pytest.mark.parametrize("cut", ["state", pytest.param("params", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", cases(("nnx.GRUCell", "eqx, two layers", "convolution", "lru")))
+def test_uoro(name, cut):
+    """Rescaling that does not see the noise: a quadratic form of it."""
+    model, params, chunk, want = start_of(name, 3)
+    est = sg.uoro(model, cut=cut, noise="given", rescale=jnp.asarray(random_alpha(3)))
+    assert_unbiased(est, params, chunk, orthogonal_signs(3, cut_size(model, cut)), want)
+
+
+@pytest.mark.parametrize("name", cases(("eqx.GRUCell", "tied")))
+def test_uoro_gir(name):
+    """At the state, all patterns of signs."""
+    n = cut_size(problem(name)[1], "state")
+    if n > 8:
+        pytest.skip("too many patterns: test_uoro has this case by few of them")
+    model, params, chunk, want = start_of(name, 3 if n < 5 else 2)
+    est = sg.uoro(model, cut="state", noise="given", rescale="gir")
+    assert_unbiased(est, params, chunk, all_signs(len(chunk.targets), n), want)
+
+
+@pytest.mark.parametrize("name", cases(("eqx.GRUCell", "linen.LSTMCell")))
+def test_uoro_across(name):
+    """Backpropagation inside the chunk; the signs are those of the state, once per chunk."""
+    model, params, chunk, want = start_of(name, 4)
+    est, n = sg.uoro(model, inside="backprop", noise="given", rescale="none"), cut_size(model, "state")
+    first, second = split_any(chunk, (2, 2))
+
+    def both(signs):
+        before, state, _ = est.update(params, est.init(params), first, signs[0])
+        after, _, _ = est.update(params, state, second, signs[1])
+        return jax.tree.map(jnp.add, before, after)
+
+    grads = jax.jit(jax.vmap(both))(jnp.asarray(orthogonal_signs(2, n)).reshape(-1, 2, n))
+    assert_same(jax.tree.map(lambda leaf: leaf.mean(axis=0), grads), want)
+
+
+# From here on, at the products with weights that the core finds in the step by itself.
+
+
+@pytest.mark.parametrize("immediate", ["estimated", pytest.param("exact", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("groups", ["one", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", cases(("nnx.OptimizedLSTMCell", "eqx, two layers", "tied"), also="products"))
+def test_uoro_at_products(name, groups, immediate):
+    """In as few groups as there can be, or one for each preactivation."""
+    model, params, chunk, want = start_of(name, 3)
+    n = cut_size(model, "preactivation")
+    est = sg.uoro(model, noise="given", rescale="none", groups=1 if groups == "one" else n, immediate=immediate)
+    assert_unbiased(est, params, chunk, orthogonal_signs(3, n), want)
+
+
+@pytest.mark.parametrize("name", cases(("eqx.LSTMCell", "tied"), also="products"))
+def test_preuoro(name):
+    """With GIR, whose coefficients depend on the noise: all patterns, one sign for each step."""
+    model, params, chunk, want = start_of(name, 6)
+    assert_unbiased(sg.preuoro(model, noise="given"), params, chunk, all_signs(6), want)
+
+
+@pytest.mark.parametrize("name", cases(("eqx.GRUCell", "tied"), also="products"))
+def test_ok(name):
+    """Chunks of one step, one term: all patterns of one product's signs.
+
+    The gradient of a product is read from its own sum alone, so that all of them may have the same signs.
+    """
+    model, params, chunk, want = start_of(name, 3)
+    count, n = len(sg.cuts.layout(model.cell, model.cell.cuts["preactivation"]).rows), signs_needed(1, 1)
+    est, parts = sg.ok(model, rank=1, noise="given"), list(split_any(chunk, (1, 1, 1)))
+
+    def all_chunks(signs):
+        state, total = est.init(params), None
+        for part, own in zip(parts, signs, strict=True):
+            grads, state, _ = est.update(params, state, part, jnp.broadcast_to(own, (count, n)))
+            total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        return total
+
+    grads = jax.jit(jax.vmap(all_chunks))(jnp.asarray(all_signs(3, n)))
+    assert_same(jax.tree.map(lambda leaf: leaf.mean(axis=0), grads), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [sg.uoro, sg.preuoro, sg.ok])
+@pytest.mark.parametrize("name", cases((), also="products"))
+def test_means_of_many_draws(name, make):
+    """By their defaults, with keys, in chunks of two: means of 4,000 draws.
+
+    A z-test of each leaf along a fixed random direction, 4.9 standard errors either way: with a Gaussian mean one in a
+    million fails by chance. Draws are by fixed seeds, so that what passes once always passes.
+    """
+    _, model, params, chunk = problem(name)
+    parts, est = list(split_any(chunk, (2, 2, 3))), make(model)
+    rng = np.random.default_rng(1)
+    want = oracle(name)[0].cell
+    aims = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), want)
+
+    def project(grads):
+        return jax.tree.map(lambda leaf, aim: jnp.sum((leaf * aim).real), grads, aims)
+
+    def one(key):
+        state, total = est.init(params), None
+        for part, k in zip(parts, jax.random.split(key, len(parts)), strict=True):
+            grads, state, _ = est.update(params, state, part, k)
+            total = grads.cell if total is None else jax.tree.map(jnp.add, total, grads.cell)
+        return project(total)
+
+    found = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(2), 4000))
+    for got, exact in zip(jax.tree.leaves(found), jax.tree.leaves(project(want)), strict=True):
+        error = np.std(got) / np.sqrt(len(got))
+        assert abs(np.mean(got) - exact) < 4.9 * error + 1e-10 * abs(exact)
