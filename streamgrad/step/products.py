@@ -204,7 +204,7 @@ def _grouped(affine: dict[int, Affine], needed: Any, by_state: set[int]) -> list
     return [Group(features, tuple(values)) for features, values in groups.items()]
 
 
-def _evaluate(program: Program, values: dict[int, Any], value: int) -> Array:
+def _evaluate(program: Program, values: dict[int, Any], value: int) -> Any:
     """A value that does not depend on state or input; what it needs is computed once."""
     if value not in values:
         op = program.maker[value]

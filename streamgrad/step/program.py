@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
-from streamgrad._typing import Array, PyTree
+from streamgrad._typing import PyTree
 
 # Calls that are opened: what is inside them is done in place. A remat is no more than a hint to the reverse pass, and
 # estimators that need less memory have hints of their own. A custom_jvp stays closed, for its rule is part of it.
@@ -82,7 +82,7 @@ def read(function: Callable[..., PyTree], *arguments: PyTree) -> Program:
     return Program(ops, inputs, tuple(outputs), reader.constants, reader.avals, maker, structure)
 
 
-def do(op: Op, inputs: Sequence[Array]) -> list[Array]:
+def do(op: Op, inputs: Sequence[Any]) -> list[Any]:
     """One operation on arrays, as JAX itself does it."""
     found = op.primitive.get_bind_params(op.params)
     functions, params = found if isinstance(found, tuple) else ((), found)  # functions stand apart before JAX 0.10
