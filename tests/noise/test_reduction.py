@@ -90,6 +90,12 @@ def test_float32_at_its_ends(left, right):
     np.testing.assert_allclose(found.mean(axis=0), whole, atol=1e-5 * np.max(np.abs(whole)))
 
 
+@pytest.mark.parametrize("scale", [1e-38, 1e-42])
+def test_what_has_no_inverse_in_float32(scale):
+    old, new = ([(x * scale).astype(np.float32) for x in terms(2, seed=i)] for i in range(2))
+    assert np.all(np.isfinite(products(old, new, np.ones((1, signs_needed(2, 2)), np.float32))))
+
+
 def test_float32_with_unequal_factors():
     """Terms of one size, with factors of 1e20 and 1e-20 and the other way round: none is lost."""
     (left, right), scales = terms(3), np.array([[1e20], [1.0], [1e-20]])
