@@ -117,10 +117,10 @@ def _reduce_once(
 ) -> tuple[Float[Array, "rank m"], Float[Array, "rank A"]]:
     """`reduce` by a single decomposition: the matrix that the left factors are multiplied by, and the right factors.
 
-    With R R^T = C C^T and Q = C^{-1} R, the eigenvectors V of C^T (L L^T) C make the rows x of V^T C^T L orthogonal and
-    those y of V^T Q orthonormal: σ = ‖x‖‖y‖. X = L^T (C V) (V^T C^{-1}) R holds for any invertible C and orthogonal
-    V, and a term may be split between pieces in any proportions: neither the ridge under C, nor the rounding of V, nor
-    lengths that are a sketch's bias anything.
+    With R R^T = C C^T and the eigenvectors V of C^T (L L^T) C, the rows of V^T C^T L are orthogonal and as long as the
+    singular values, and those of V^T C^{-1} R are orthonormal. X = L^T (C V) (C V)^{-1} R holds for any invertible C
+    and orthogonal V, and a term may be split between pieces in any proportions: neither the ridge under C, nor the
+    rounding of V, nor lengths that are a sketch's bias anything.
     """
     rank, terms = signs.shape
     eps = jnp.finfo(left.dtype).eps
@@ -132,23 +132,19 @@ def _reduce_once(
     share = jax.lax.optimization_barrier(root / top)
     left = left * (share**2)[:, None]
     c = jnp.linalg.cholesky(right @ right.T + 10 * terms * eps * jnp.eye(terms, dtype=right.dtype))
-    q = jax.scipy.linalg.solve_triangular(c, right, lower=True)
     inner = c.T @ (left @ left.T) @ c
-    # Of a Q that is not finite nothing can be had. The condition also keeps the two decompositions in order: side by
-    # side on two threads of a CPU, they have been seen to wait for each other forever.
-    inner = jnp.where(jnp.all(jnp.isfinite(q)), inner, 0)
     vectors = _one_sign(jnp.linalg.eigh((inner + inner.T) / 2)[1][:, ::-1])
     turn = vectors.T @ c.T
     # Lengths tell σ better than the roots of the eigenvalues, which say nothing below √eps of the largest.
-    right = vectors.T @ q
-    lengths = [jnp.sqrt(jnp.sum(side**2, axis=1)) for side in (turn @ left, right)]
-    sigma = lengths[0] * lengths[1]
+    sigma = jnp.sqrt(jnp.sum((turn @ left) ** 2, axis=1))
     sigma = jnp.where(sigma > 10 * terms**0.5 * eps * jnp.max(sigma), sigma, 0)  # the rest is rounding
     shares = pieces(sigma, rank)
     mix = signs * jnp.sqrt(shares / _or_one(jnp.sum(shares, axis=0))[None])
-    balance = jnp.where(sigma > 0, jnp.sqrt(_or_one(lengths[0])) / jnp.sqrt(_or_one(lengths[1])), 1)[None]
+    balance = jnp.sqrt(_or_one(sigma))[None]
+    # Last, and for few columns: beside another decomposition LAPACK's threads have been seen to wait for each other.
+    back = jax.scipy.linalg.solve_triangular(c, ((mix * balance) @ vectors.T).T, lower=True, trans=1).T
     weights = jnp.sqrt(on_right) / jnp.sqrt(_or_one(on_left)) * share
-    return ((mix / balance) @ turn) * weights[None], top * ((mix * balance) @ right)
+    return ((mix / balance) @ turn) * weights[None], top * (back @ right)
 
 
 def _unit(rows: Float[Array, "m n"]) -> tuple[Float[Array, "m n"], Float[Array, " m"]]:
