@@ -91,9 +91,7 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
         structure = jax.tree.structure(memory.right)
         found = []
         for c, a, new_c, new_a, own in zip(*leaves, signs, strict=True):
-            moved = jnp.einsum("st,rtn->rsn", back, c).reshape(terms, -1)
-            left, right = reduce((moved, a), (new_c.reshape(len(new_c), -1), new_a), own)
-            found.append((left.reshape(c.shape), right))
+            found.append(reduce((jnp.einsum("st,rtn->rsn", back, c), a), (new_c, new_a), own))
         left, right = zip(*found, strict=True)
         return OkMemory(jax.tree.unflatten(structure, left), jax.tree.unflatten(structure, right))
 
