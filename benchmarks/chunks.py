@@ -3,7 +3,8 @@
     python -m benchmarks.chunks --preset cpu     # minutes on 2 cores
     python -m benchmarks.chunks --preset gpu     # minutes on one GPU
 
-Chunks of 64 steps; all programs of a size take turns, and the median of their repeats counts. `temp_over_m` is what an
+Chunks of 64 steps; all programs of a size take turns, and the median of their repeats counts. `times_old_bptt` is in
+multiples of BPTT with one step in each turn of its loop, as it was when the aims were set; they are the same on a CPU. `temp_over_m` is what an
 update keeps beside arguments and results, in multiples of the influence. Writes `chunks_<preset>.csv`. It imports jax,
 numpy, optax and streamgrad alone.
 """
@@ -17,8 +18,11 @@ import jax
 
 import streamgrad as sg
 from benchmarks.problems import LEAST_SECONDS, make_problem
+from streamgrad.engine import unroll
 from streamgrad.lab.tables import write_rows
 from streamgrad.lab.timing import prepare, take_turns
+
+STEPS_PER_TURN = unroll.ON_GPU
 
 
 class Method(NamedTuple):
@@ -29,6 +33,8 @@ class Method(NamedTuple):
 
 
 BPTT = {"bptt": Method(sg.bptt)}
+# As it was when the aims were set, with one step in each turn of its loop: on a GPU half as fast as today's.
+OLD = "bptt, a step per turn"
 RTRL = {"rtrl": Method(sg.rtrl)}
 STEPS = {"rtrl, step by step": Method(lambda model: sg.rtrl(model, form="steps"))}
 OK = {"ok, 8 terms": Method(lambda model: sg.ok(model, rank=8))}
@@ -80,7 +86,8 @@ def measure(case: Case, length: int, repeats: int) -> list[dict[str, Any]]:
     cell, hidden, streams, methods, limits = case
     model, params, chunk = make_problem(cell, hidden, streams, length)
     programs, memories = {}, {}
-    for name, method in (BPTT | methods).items():
+    for name, method in (BPTT | {OLD: Method(sg.bptt)} | methods).items():
+        unroll.ON_GPU = 1 if name == OLD else STEPS_PER_TURN
         est = sg.batched(method.make(model), streams, method.watched)
         state = est.init(params)
         memories[name] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.memory))
@@ -88,7 +95,7 @@ def measure(case: Case, length: int, repeats: int) -> list[dict[str, Any]]:
     seconds = take_turns({name: program.call for name, program in programs.items()}, repeats, LEAST_SECONDS)
     rows = []
     for name, program in programs.items():
-        ratio = seconds[name] / seconds["bptt"]
+        ratio, old = seconds[name] / seconds["bptt"], seconds[name] / seconds[OLD]
         rows.append(
             {
                 "device": jax.devices()[0].device_kind,
@@ -99,6 +106,7 @@ def measure(case: Case, length: int, repeats: int) -> list[dict[str, Any]]:
                 "estimator": name,
                 "us_per_step": round(seconds[name] / length * 1e6, 2),
                 "times_bptt": round(ratio, 3),
+                "times_old_bptt": round(old, 3),
                 "aim": limits.get(name, ""),
                 "state_mib": round(program.state_bytes / 2**20, 2),
                 "temp_mib": round(program.temp_bytes / 2**20, 2),
@@ -122,7 +130,8 @@ def main() -> None:
         rows += found
         for row in found:
             shown = f"{row['cell']:8s} {row['hidden']:5d} {row['streams']:3d}  {row['estimator']:32s}"
-            print(f"{shown} {row['times_bptt']:8.2f}  aim {row['aim'] or '-'}  temp/M {row['temp_over_m']}", flush=True)
+            ratios = f"{row['times_bptt']:7.2f} {row['times_old_bptt']:7.2f}"
+            print(f"{shown} {ratios}  aim {row['aim'] or '-'}  temp/M {row['temp_over_m']}", flush=True)
         write_rows(arguments.out / f"chunks_{arguments.preset}.csv", rows)
 
 

@@ -125,7 +125,9 @@ def chunkwise(model: Model, across: Across, check: Callable[[Chunk, int, Any], N
         older, shared = across.older(state.shared, state.memory, walk.dl_dstart[:watched])
         # The mean over the watched streams stands for all: streams are exchangeable.
         cell = jax.tree.map(lambda inside, older: inside + streams * older, walk.inside, older)
-        memory, diagnostics = across.advance(shared, state.memory, noise, walk.crossing)
+        # Once the older credit is read, the memory may be written over; else the compiler keeps a copy of all of it.
+        cell, before = jax.lax.optimization_barrier((cell, state.memory))
+        memory, diagnostics = across.advance(shared, before, noise, walk.crossing)
         outputs = jax.vmap(jax.vmap(lambda vector: model.cell.output(unravel(vector))), in_axes=1)(walk.states)
         return Outcome(
             as_stream(Params(cell, walk.head)),
