@@ -1,7 +1,7 @@
 """Cells of other libraries beside the native LSTM: time in multiples of it, in the same run.
 
     python -m benchmarks.foreign --preset cpu     # minutes on 2 cores
-    python -m benchmarks.foreign --preset gpu     # minutes on one GPU
+    python -m benchmarks.foreign --preset gpu     # minutes on one GPU; likewise large
 
 `nnx.OptimizedLSTMCell` and `eqx.nn.LSTMCell` through `from_flax` and `from_equinox`, `sg.cells.lstm` of the same size;
 all programs of a size take turns, and the median of their repeats counts. A library that is not there is left out, and
@@ -61,9 +61,8 @@ PRESETS: dict[str, list[tuple[int, int, tuple[str, ...]]]] = {
     "gpu": [
         (64, 1, tuple(METHODS)),
         (64, 32, tuple(METHODS)),
-        (256, 32, ("bptt", "ok", "uoro", "uoro across")),
-        (1024, 64, ("bptt", "uoro", "uoro across")),
     ],
+    "large": [(256, 32, ("bptt", "ok", "uoro")), (1024, 64, ("bptt", "uoro", "uoro across"))],
 }
 
 

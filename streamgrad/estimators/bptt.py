@@ -11,6 +11,7 @@ from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Mode
 from streamgrad.checks import check_model, check_size, leading_length
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams, transition
 from streamgrad.engine.unroll import unroll
+from streamgrad.step.product import by_parts
 from streamgrad.step.weights import Outer, sum_outer, zero_rows
 
 Run = Callable[[Params, EstimatorState, Chunk, Any], Outcome]
@@ -132,7 +133,8 @@ def _with_outer_products(model: Model) -> Run:
             losses = _losses(model, head, outputs, chunk)
             return jnp.sum(losses), (end, losses, outputs, a)
 
-        grads, (end, losses, outputs, a) = jax.grad(total, argnums=(0, 1), has_aux=True)(still, params.head)
+        with by_parts():
+            grads, (end, losses, outputs, a) = jax.grad(total, argnums=(0, 1), has_aux=True)(still, params.head)
         summands = (Outer(grads[0], a), grads[1])
         return Outcome(summands, EstimatorState(end, (), ()), Info(losses, {}), outputs=outputs)
 

@@ -14,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell
 from streamgrad.checks import check_same_state
+from streamgrad.step.product import by_parts
 from streamgrad.step.weights import like_params, rows_of
 
 
@@ -67,7 +68,8 @@ def linear(cell: Cell, params: PyTree, start: PyTree, x: PyTree) -> Linear:
         return ravel_pytree(new)[0].astype(vector.dtype)
 
     def linearised(vector: Array, x: PyTree) -> tuple[Array, list[Any], Any]:
-        new, pull = jax.vjp(lambda vector, here: transition(vector, here, x), vector, here)
+        with by_parts():
+            new, pull = jax.vjp(lambda vector, here: transition(vector, here, x), vector, here)
         leaves, structure = jax.tree.flatten(pull)
         return new, leaves, structure
 

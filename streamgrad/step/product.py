@@ -1,6 +1,8 @@
-"""W a for features in several parts, whose derivatives touch the parts that move and no others."""
+"""W a for features in several parts, whose derivatives may touch the parts that move and no others."""
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +10,29 @@ from jax.custom_derivatives import SymbolicZero
 
 from streamgrad._typing import Array, Float
 
+_by_parts = contextvars.ContextVar("by_parts", default=False)
+
+
+@contextlib.contextmanager
+def by_parts() -> Iterator[None]:
+    """What is linearised inside multiplies by the columns of the parts that move, for a reverse pass.
+
+    A reverse pass with many cotangents has no use for those of inputs and constants, and the columns of the state begin
+    at the first, so that their memory is aligned as a GPU likes it. Forwards it is better to multiply by all of W: the
+    product with tangents then is the one with the features, and the weights are read once for both.
+    """
+    token = _by_parts.set(True)
+    try:
+        yield
+    finally:
+        _by_parts.reset(token)
+
 
 def product(weights: Float[Array, "N A"], *parts: Float[Array, " _"]) -> Float[Array, " N"]:
     """W a, for the features a = (part, part, ...).
 
     The same as `weights @ jnp.concatenate(parts)`, in one product. Its linear map is Σ_i W_i da_i over the parts that
-    have a tangent: an input and a constant have none, and a reverse pass with many cotangents then multiplies by the
-    columns of the state alone. They begin at the first column, so that their memory is aligned as a GPU likes it.
+    have a tangent, of which an input and a constant have none.
 
     Args:
       weights: W.
@@ -43,9 +61,15 @@ def _jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     tangent = jnp.zeros_like(out)
     if not isinstance(moved, SymbolicZero):
         tangent = _product(moved, parts)
+    moves = [not isinstance(along, SymbolicZero) for along in moved_parts]
+    if any(moves) and not _by_parts.get():
+        whole = [
+            along if yes else jnp.zeros_like(part) for part, along, yes in zip(parts, moved_parts, moves, strict=True)
+        ]
+        return out, tangent + _product(weights, whole)
     begin = 0
-    for part, along in zip(parts, moved_parts, strict=True):
-        if not isinstance(along, SymbolicZero):
+    for part, along, yes in zip(parts, moved_parts, moves, strict=True):
+        if yes:
             tangent = tangent + weights[:, begin : begin + part.size] @ along
         begin += part.size
     return out, tangent
