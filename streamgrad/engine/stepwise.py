@@ -12,6 +12,7 @@ from streamgrad.base import Chunk, EstimatorState, Influence, Info, Model, Param
 from streamgrad.checks import check_model, leading_length
 from streamgrad.engine.estimator import Algorithm, Engine, Outcome, Seen, estimator, restart, sum_over_streams
 from streamgrad.step.cuts import linearise
+from streamgrad.step.product import by_parts
 
 
 def online(model: Model, influence: Influence, check: Callable[[Chunk, int, Any], None] = lambda *_: None) -> Engine:
@@ -53,7 +54,8 @@ def stepwise(
             x, target, reset, noise = now
             cell_state = restart(reset, fresh.cell, cell_state)
             before = restart(reset, fresh.memory, before)
-            at = linearise(influence.cut, params.cell, cell_state, x)
+            with by_parts():  # for those who send many tangents through a step
+                at = linearise(influence.cut, params.cell, cell_state, x)
             loss, head_grads, dl_dstate = model.read_out(params.head, at.state, target)
             after, diagnostics = influence.advance(state.shared, before, at, noise, dl_dstate)
             contribution = influence.contract(before, after, at, dl_dstate)

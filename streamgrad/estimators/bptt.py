@@ -12,7 +12,7 @@ from streamgrad.checks import check_model, check_size, leading_length
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams, transition
 from streamgrad.engine.unroll import unroll
 from streamgrad.step.product import by_parts
-from streamgrad.step.weights import Outer, sum_outer, zero_rows
+from streamgrad.step.weights import Outer, rows_of, sum_outer, zero_rows
 
 Run = Callable[[Params, EstimatorState, Chunk, Any], Outcome]
 
@@ -53,9 +53,16 @@ def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
     def init(params: Params) -> EstimatorState:
         return EstimatorState(model.init_state(params), (), ())
 
-    if recompute is None and "preactivation" in model.cell.cuts:
+    # Outer products keep a number for each preactivation and step: not where there are nearly as many as weights.
+    if recompute is None and "preactivation" in model.cell.cuts and _is_wide(model):
         return estimator(model, Algorithm(init, _with_outer_products(model), _sum_outer_products))
     return estimator(model, Algorithm(init, _plain(model, recompute)))
+
+
+def _is_wide(model: Model) -> bool:
+    """Whether a preactivation stands for several weights, as in a product of matrices it does."""
+    params = jax.eval_shape(model.cell.init_params, jax.eval_shape(lambda: jax.random.key(0)))
+    return 2 * sum(rows_of(params)) <= sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def _plain(model: Model, recompute: int | None) -> Run:
