@@ -20,7 +20,7 @@ class OkMemory(NamedTuple):
     """The estimate dh/dW ≈ Σ_i C_i ⊗ ã_i of every weight matrix W; in the structure of the parameters.
 
     Attributes:
-      left: C_i, leaves `[rank, S, rows]`.
+      left: C_i, leaves `[rank, S, rows]`; of a matrix with fewer features, as many terms as it has.
       right: ã_i, leaves `[rank, A]`.
     """
 
@@ -36,7 +36,8 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
 
     The first line of dh_K/dW is exact, and has K terms more than there is room for. The largest in the sense of
     singular values are kept, and the rest is mixed with random signs (`streamgrad.noise.reduction`): the mean is
-    right, and the noise is close to the least that so many terms allow. Each weight matrix has a sum of its own.
+    right, and the noise is close to the least that so many terms allow. Each weight matrix has a sum of its own; one
+    with no more features than terms is exact, such as a bias.
 
     Args:
       model: the model whose gradients are estimated; its cell must have the cut "preactivation".
@@ -91,7 +92,12 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
         structure = jax.tree.structure(memory.right)
         found = []
         for c, a, new_c, new_a, own in zip(*leaves, signs, strict=True):
-            found.append(reduce((jnp.einsum("st,rtn->rsn", back, c), a), (new_c, new_a), own))
+            moved = jnp.einsum("st,rtn->rsn", back, c)
+            if len(a) == a.shape[1]:  # a term for each feature: ã_i is the i-th unit vector, and nothing is left out
+                exact = moved + jnp.einsum("ksn,ka->asn", new_c, new_a)
+                found.append((exact, jnp.eye(len(a), dtype=a.dtype)))
+            else:
+                found.append(reduce((moved, a), (new_c, new_a), own))
         left, right = zip(*found, strict=True)
         return OkMemory(jax.tree.unflatten(structure, left), jax.tree.unflatten(structure, right))
 

@@ -83,9 +83,12 @@ def sum_outer(factors: Outer) -> PyTree:
 
 
 def zero_terms(params: PyTree, rank: int, state_size: int) -> tuple[PyTree, PyTree]:
-    """Zeros for sums of `rank` Kronecker products, of each weight matrix: `[rank, S, rows]` and `[rank, A]`."""
-    left = jax.tree.map(lambda w: jnp.zeros((rank, state_size, w.shape[0]), w.dtype), params)
-    return left, jax.tree.map(lambda w: jnp.zeros((rank, w.shape[1]), w.dtype), params)
+    """Zeros for sums of `rank` Kronecker products, of each weight matrix: `[rank, S, rows]` and `[rank, A]`.
+
+    A matrix with fewer features than that has one term for each, with which every sum is exact.
+    """
+    left = jax.tree.map(lambda w: jnp.zeros((min(rank, w.shape[1]), state_size, w.shape[0]), w.dtype), params)
+    return left, jax.tree.map(lambda w: jnp.zeros((min(rank, w.shape[1]), w.shape[1]), w.dtype), params)
 
 
 def add_outer(weights: PyTree, left: list[Array], features: list[Array]) -> PyTree:
