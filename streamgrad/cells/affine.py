@@ -155,7 +155,7 @@ def _word(entry: Any) -> str:
 
 
 def _as_vectors(name: str, weights: Array, parts: tuple[Any, ...]) -> list[Array]:
-    """The parts of the features, in the dtype of the first; a number is a vector of one."""
+    """The parts of the features, in the dtype of the weights; a number is a vector of one."""
     shapes = [jnp.shape(part) for part in parts]
     size = sum(shape[0] if shape else 1 for shape in shapes)
     if any(len(shape) > 1 for shape in shapes) or size != weights.shape[1]:
@@ -164,8 +164,7 @@ def _as_vectors(name: str, weights: Array, parts: tuple[Any, ...]) -> list[Array
             f"affine({name!r}, features) needs a vector of {weights.shape[1]} features, as the shape of "
             f"the matrix is {weights.shape}, but the shape of these is {listed}."
         )
-    dtype = jnp.result_type(parts[0])
-    return [jnp.atleast_1d(jnp.asarray(part, dtype)) for part in parts]
+    return [jnp.atleast_1d(jnp.asarray(part, weights.dtype)) for part in parts]
 
 
 def input_shape(example: PyTree | None) -> PyTree | None:

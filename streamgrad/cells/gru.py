@@ -34,7 +34,7 @@ def gru(n_in: int, n_hidden: int) -> Cell:
 
     def step(affine: Affine, state: Array, x: Array) -> Array:
         r, u = jnp.split(jax.nn.sigmoid(affine("gates", state, x, 1)), 2)
-        from_input = affine("candidate_input", jnp.asarray(x, state.dtype), 1)
+        from_input = affine("candidate_input", x, 1)
         from_state = affine("candidate_state", state, 1)
         n = jnp.tanh(from_input + r * from_state)
         return (1 - u) * n + u * state
