@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from streamgrad._typing import PyTree
-from streamgrad.base import Model, Params
+from streamgrad._typing import Array, PyTree
+from streamgrad.base import Chunk, EstimatorState, Info, Model, Params
 from streamgrad.trees import check_like, check_numbers, kind_of, once_per_shape
 
 
@@ -45,40 +45,48 @@ def from_outside(model: Model, engine: Any) -> Any:
     def back(params: PyTree, grads: PyTree) -> PyTree:
         return jax.vjp(worked.weights, params)[1](grads)[0]
 
-    def entering(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(params: Params, *rest: Any, **named: Any) -> Any:
-            check(params)
-            return function(enter(params), *rest, **named)
+    def init(params: Params) -> EstimatorState:
+        check(params)
+        return engine.init(enter(params))
 
-        return call
-
-    def updating(update: Callable[..., Any]) -> Callable[..., Any]:
-        def call(params: Params, *rest: Any) -> Any:
+    def updating(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def update(
+            params: Params, state: EstimatorState, chunk: Chunk, key: Any
+        ) -> tuple[Params, EstimatorState, Info]:
             check(params)
-            grads, state, info = update(enter(params), *rest)
+            grads, state, info = inner(enter(params), state, chunk, key)
             return grads._replace(cell=back(params.cell, grads.cell)), state, info
 
-        return call
+        return update
 
-    def crediting(credit: Callable[..., PyTree], each: bool = False) -> Callable[..., PyTree]:
-        def call(params: Params, *rest: Any) -> PyTree:
+    def advancing(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def advance(
+            params: Params, state: EstimatorState, inputs: PyTree, key: Any, reset: Array | None = None
+        ) -> tuple[Array, EstimatorState]:
             check(params)
-            grads = credit(enter(params), *rest)
+            return inner(enter(params), state, inputs, key, reset)
+
+        return advance
+
+    def crediting(inner: Callable[..., PyTree], each: bool = False) -> Callable[..., PyTree]:
+        def credit(params: Params, state: EstimatorState, dl_doutput: Array) -> PyTree:
+            check(params)
+            grads = inner(enter(params), state, dl_doutput)
             return jax.vmap(back, in_axes=(None, 0))(params.cell, grads) if each else back(params.cell, grads)
 
-        return call
+        return credit
 
     streams = engine.streams
     return dataclasses.replace(
         engine,
-        init=entering(engine.init),
+        init=init,
         update=updating(engine.update),
-        advance=entering(engine.advance),
+        advance=advancing(engine.advance),
         credit=crediting(engine.credit),
         model=model,
         streams=streams._replace(
             update=updating(streams.update),
-            advance=entering(streams.advance),
+            advance=advancing(streams.advance),
             credit=crediting(streams.credit),
             credit_each=crediting(streams.credit_each, each=True),
         ),

@@ -295,22 +295,27 @@ def check_cell(cell: sg.Cell, seed: int) -> float:
     chunk = sg.Chunk(inputs, jnp.asarray(rng.normal(size=(length, 2))), reset)
     want = oracle(cell, params, chunk)
     found = {}
-    for name, est, parts in (("bptt", sg.bptt(model), (length,)), ("rtrl", sg.rtrl(model), (size,) * count)):
+    methods = [("rtrl", sg.rtrl(model), (size,) * count)]
+    if seed % 3 == 0:  # it has less that can go wrong
+        methods.append(("bptt", sg.bptt(model), (length,)))
+    for name, est, parts in methods:
         state, total = est.init(params), None
         for part in split(chunk, parts):
             grads, state, _ = est.update(params, state, part, None)
             total = grads if total is None else jax.tree.map(np.add, total, grads)
         found[name] = error(total, want)
-    if "preactivation" in cell.cuts:
-        found["cut"] = error_of_cut(cell, cell.cuts["preactivation"], params, chunk, rng)
+    found["cut"] = error_of_cut(model, params, chunk, rng)
+    if seed % 5 == 0:  # which takes as long as all the rest
         found |= errors_of_means(model, params, chunk)
     worst = max(found, key=lambda name: found[name])
     assert found[worst] < TOLERANCE, (seed, worst, found[worst], size)
     return found[worst]
 
 
-def error_of_cut(cell: sg.Cell, cut: sg.Cut, params: sg.Params, chunk: sg.Chunk, rng: np.random.Generator) -> float:
+def error_of_cut(model: sg.Model, params: sg.Params, chunk: sg.Chunk, rng: np.random.Generator) -> float:
     """dh/dθ = (dh/dz) J: what is pulled back through the cut is what backpropagation finds."""
+    cell, params = model.cell, model.enter(params)
+    cut = cell.cuts["preactivation"]
     state = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape)), cell.init_state())
     aim = jnp.asarray(rng.normal(size=sum(leaf.size for leaf in jax.tree.leaves(state))))
 
@@ -327,7 +332,7 @@ def errors_of_means(model: sg.Model, params: sg.Params, chunk: sg.Chunk) -> dict
     if n > 40:
         return {}
     start = jax.tree.map(lambda leaf: leaf[:2], chunk)
-    want = oracle(model.cell, params, start)
+    want = oracle(model.given, params, start)
     est = sg.uoro(model, noise="given", rescale="none")
     signs = np.array([[1.0, 1.0], [1.0, -1.0]])
     return {

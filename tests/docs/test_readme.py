@@ -55,7 +55,7 @@ def test_examples_run_as_printed():
 NEEDS = {"import equinox": "equinox", "from flax": "flax", "import haiku": "haiku"}
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_examples_of_cells_run_as_printed(number):
     """Each in an interpreter of its own, as they need other libraries, and where those are."""
     block = code_blocks(ROOT / "docs/cells.md")[number]
@@ -65,10 +65,12 @@ def test_examples_of_cells_run_as_printed(number):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs/cells.md").read_text()
+    assert all(f"    {line}".rstrip() in page for line in done.stdout.splitlines())  # what it prints is there
 
 
 def test_every_example_of_cells_is_run():
-    assert len(code_blocks(ROOT / "docs/cells.md")) == 5
+    assert len(code_blocks(ROOT / "docs/cells.md")) == 6
 
 
 def test_example_of_contributing_conforms():
