@@ -261,12 +261,12 @@ class _Walk:
     def displace(self, index: int, z: Array, values: Any) -> None:
         """Displace the z of a matrix, and cut it into the values that it stands for."""
         self.z[index] = z = z if self.dz is None else z + self.dz[index]
-        begin = 0
-        for value in values:
-            aval = self.plan.program.avals[value]
-            end = begin + real_size(aval)
-            self.values[value] = _from_real(z[begin:end], aval)
-            begin = end
+        avals = [self.plan.program.avals[value] for value in values]
+        # One split: backwards it is one concatenation, where slices would be a sum of as many padded vectors.
+        parts = jax.lax.split(z, [real_size(aval) for aval in avals]) if len(avals) > 1 else [z]
+        self.values |= {
+            value: _from_real(part, aval) for value, part, aval in zip(values, parts, avals, strict=True)
+        }
 
     def make(self, index: int) -> None:
         """z = W a of a group."""
