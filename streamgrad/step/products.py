@@ -264,9 +264,7 @@ class _Walk:
         avals = [self.plan.program.avals[value] for value in values]
         # One split: backwards it is one concatenation, where slices would be a sum of as many padded vectors.
         parts = jax.lax.split(z, [real_size(aval) for aval in avals]) if len(avals) > 1 else [z]
-        self.values |= {
-            value: _from_real(part, aval) for value, part, aval in zip(values, parts, avals, strict=True)
-        }
+        self.values |= {value: _from_real(part, aval) for value, part, aval in zip(values, parts, avals, strict=True)}
 
     def make(self, index: int) -> None:
         """z = W a of a group."""
