@@ -1,5 +1,6 @@
 """A step as a list of operations: its jaxpr, with the calls in it opened and repeated operations done once."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -162,6 +163,7 @@ def _shaping() -> set[Any]:
     return {p.reshape_p, p.broadcast_in_dim_p, p.convert_element_type_p, p.squeeze_p, p.transpose_p, p.copy_p}
 
 
+@functools.cache
 def split_primitive() -> Any:
     """The primitive of `jax.lax.split`, which `jax.extend` does not name."""
     closed = jax.make_jaxpr(lambda v: jax.lax.split(v, (1, 1)))(jnp.zeros(2))
