@@ -121,7 +121,7 @@ def test_exact(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1,) * 7, (7,), (2, 5)], ids=str)
+@pytest.mark.parametrize("sizes", [(1,) * 7, (2, 5)], ids=str)
 @pytest.mark.parametrize("name", cases(()))
 def test_rtrl_by_other_chunks(name, sizes):
     _, model, params, chunk = problem(name)
@@ -164,8 +164,14 @@ def start_of(name: str, length: int):
     return model, params, jax.tree.map(lambda leaf: leaf[:length], chunk), oracle(name, length)[0]
 
 
-def assert_unbiased(est, params, chunk, patterns, want):
-    assert_same(mean_over(est, params, chunk, patterns), want)
+def assert_mean(name, mean, want):
+    """A mean is what it should be, to what the numbers of the case hold."""
+    cast = jax.tree.map(lambda got, leaf: np.asarray(got, leaf.dtype), mean, want)
+    assert_same(cast, want, max(1e-10, CASES[name].tolerance))
+
+
+def assert_unbiased(name, est, params, chunk, patterns, want):
+    assert_mean(name, mean_over(est, params, chunk, patterns), want)
 
 
 @pytest.mark.parametrize("cut", ["state", pytest.param("params", marks=pytest.mark.slow)])
@@ -174,7 +180,7 @@ def test_uoro(name, cut):
     """Rescaling that does not see the noise: a quadratic form of it."""
     model, params, chunk, want = start_of(name, 3)
     est = sg.uoro(model, cut=cut, noise="given", rescale=jnp.asarray(random_alpha(3)))
-    assert_unbiased(est, params, chunk, orthogonal_signs(3, cut_size(model, cut)), want)
+    assert_unbiased(name, est, params, chunk, orthogonal_signs(3, cut_size(model, cut)), want)
 
 
 @pytest.mark.parametrize("name", cases(("eqx.GRUCell", "tied")))
@@ -185,7 +191,7 @@ def test_uoro_gir(name):
         pytest.skip("too many patterns: test_uoro has this case by few of them")
     model, params, chunk, want = start_of(name, 3 if n < 5 else 2)
     est = sg.uoro(model, cut="state", noise="given", rescale="gir")
-    assert_unbiased(est, params, chunk, all_signs(len(chunk.targets), n), want)
+    assert_unbiased(name, est, params, chunk, all_signs(len(chunk.targets), n), want)
 
 
 @pytest.mark.parametrize("name", cases(("eqx.GRUCell", "linen.LSTMCell")))
@@ -201,28 +207,29 @@ def test_uoro_across(name):
         return jax.tree.map(jnp.add, before, after)
 
     grads = jax.jit(jax.vmap(both))(jnp.asarray(orthogonal_signs(2, n)).reshape(-1, 2, n))
-    assert_same(jax.tree.map(lambda leaf: leaf.mean(axis=0), grads), want)
+    assert_mean(name, jax.tree.map(lambda leaf: leaf.mean(axis=0), grads), want)
 
 
 # From here on, at the products with weights that the core finds in the step by itself.
 
 
-@pytest.mark.parametrize("immediate", ["estimated", pytest.param("exact", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("groups", ["one", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "groups, immediate", [("one", "estimated"), pytest.param("all", "exact", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", cases(("nnx.OptimizedLSTMCell", "eqx, two layers", "tied"), also="products"))
 def test_uoro_at_products(name, groups, immediate):
     """In as few groups as there can be, or one for each preactivation."""
     model, params, chunk, want = start_of(name, 3)
     n = cut_size(model, "preactivation")
     est = sg.uoro(model, noise="given", rescale="none", groups=1 if groups == "one" else n, immediate=immediate)
-    assert_unbiased(est, params, chunk, orthogonal_signs(3, n), want)
+    assert_unbiased(name, est, params, chunk, orthogonal_signs(3, n), want)
 
 
 @pytest.mark.parametrize("name", cases(("eqx.LSTMCell", "tied"), also="products"))
 def test_preuoro(name):
     """With GIR, whose coefficients depend on the noise: all patterns, one sign for each step."""
     model, params, chunk, want = start_of(name, 6)
-    assert_unbiased(sg.preuoro(model, noise="given"), params, chunk, all_signs(6), want)
+    assert_unbiased(name, sg.preuoro(model, noise="given"), params, chunk, all_signs(6), want)
 
 
 @pytest.mark.parametrize("name", cases(("eqx.GRUCell", "tied"), also="products"))
@@ -243,11 +250,11 @@ def test_ok(name):
         return total
 
     grads = jax.jit(jax.vmap(all_chunks))(jnp.asarray(all_signs(3, n)))
-    assert_same(jax.tree.map(lambda leaf: leaf.mean(axis=0), grads), want)
+    assert_mean(name, jax.tree.map(lambda leaf: leaf.mean(axis=0), grads), want)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [sg.uoro, sg.preuoro, sg.ok])
+@pytest.mark.parametrize("make", [sg.uoro, sg.ok])
 @pytest.mark.parametrize("name", cases((), also="products"))
 def test_means_of_many_draws(name, make):
     """By their defaults, with keys, in chunks of two: means of 4,000 draws.
@@ -274,4 +281,4 @@ def test_means_of_many_draws(name, make):
     found = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(2), 4000))
     for got, exact in zip(jax.tree.leaves(found), jax.tree.leaves(project(want)), strict=True):
         error = np.std(got) / np.sqrt(len(got))
-        assert abs(np.mean(got) - exact) < 4.9 * error + 1e-10 * abs(exact)
+        assert abs(np.mean(got) - exact) < 4.9 * error + CASES[name].tolerance * abs(exact)
