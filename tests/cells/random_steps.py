@@ -304,7 +304,8 @@ def check_cell(cell: sg.Cell, seed: int) -> float:
             grads, state, _ = est.update(params, state, part, None)
             total = grads if total is None else jax.tree.map(np.add, total, grads)
         found[name] = error(total, want)
-    found["cut"] = error_of_cut(model, params, chunk, rng)
+    if seed % 3 == 1:
+        found["cut"] = error_of_cut(model, params, chunk, rng)
     if seed % 5 == 0:  # which takes as long as all the rest
         found |= errors_of_means(model, params, chunk)
     worst = max(found, key=lambda name: found[name])

@@ -30,6 +30,7 @@ def test_table_is_the_registry():
     assert table_in(README.read_text()) == markdown_table(), "run `make table`"
 
 
+@pytest.mark.slow
 def test_examples_run_as_printed():
     """In a fresh interpreter, as a newcomer would, in float32; and what they print is as good as the pages say.
 
