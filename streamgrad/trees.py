@@ -34,31 +34,25 @@ def once_per_shape(check: Callable[..., None]) -> Callable[..., None]:
 
 def check_real(name: str, tree: PyTree) -> None:
     """Every leaf of `tree` is an array of real floating-point numbers, and there is at least one."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if not leaves:
-        raise ValueError(f"{name} has no arrays in it.")
-    for path, leaf in leaves:
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            kind = type(leaf).__name__ if dtype is None else dtype
-            raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} must be an array of real floating-point numbers, not {kind}."
-            )
+    _check_kind(name, tree, jnp.floating, "real floating-point numbers", "")
 
 
 def check_numbers(name: str, tree: PyTree) -> None:
     """Every leaf of `tree` is an array of numbers that can be differentiated, real or complex, and there is one."""
+    hint = ": what is not learnt belongs into the step itself, or into the state"
+    _check_kind(name, tree, jnp.inexact, "floating-point numbers", hint)
+
+
+def _check_kind(name: str, tree: PyTree, kind: Any, words: str, hint: str) -> None:
+    """Every leaf of `tree` is an array of that kind of numbers, and there is at least one."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not leaves:
         raise ValueError(f"{name} has no arrays in it.")
     for path, leaf in leaves:
         dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-            kind = type(leaf).__name__ if dtype is None else dtype
-            raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} must be an array of floating-point numbers, not {kind}: what is "
-                "not learnt belongs into the step itself, or into the state."
-            )
+        if dtype is None or not jnp.issubdtype(dtype, kind):
+            got = type(leaf).__name__ if dtype is None else dtype
+            raise ValueError(f"{name}{jax.tree_util.keystr(path)} must be an array of {words}, not {got}{hint}.")
 
 
 def check_like(name: str, expected: PyTree, tree: PyTree, whose: str) -> None:

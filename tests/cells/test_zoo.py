@@ -13,7 +13,7 @@ import pytest
 
 import streamgrad as sg
 from streamgrad.noise.reduction import signs_needed
-from tests.cells.zoo import CASES, NEEDS_CORE, Case
+from tests.cells.zoo import CASES, Case
 from tests.tools import all_signs, cut_size, made, mean_over, orthogonal_signs, random_alpha, run, split
 
 LENGTH = 7
@@ -22,14 +22,9 @@ FEW = ("nnx.OptimizedLSTMCell", "linen.ConvLSTMCell", "linen, projected", "eqx.G
 FEW += ("haiku.LSTM", "embedding", "dropout", "lru", "counter", "bfloat16")
 
 
-def cases(few: tuple[str, ...] = FEW, also: str | None = None):
-    """The cases as parameters of a test: those that wait for the core skipped, all but a few of the rest slow."""
-    found = []
-    for name, entry in CASES.items():
-        waits = (entry.needs | ({also} if also else set())) & NEEDS_CORE
-        marks = [pytest.mark.skip(reason=f"waits for the core: {', '.join(sorted(waits))}")] if waits else []
-        found.append(pytest.param(name, marks=marks if name in few else [*marks, pytest.mark.slow]))
-    return found
+def cases(few: tuple[str, ...] = FEW):
+    """The cases as parameters of a test: all but a few of them slow."""
+    return [pytest.param(name, marks=() if name in few else pytest.mark.slow) for name in CASES]
 
 
 @functools.cache
@@ -210,13 +205,13 @@ def test_uoro_across(name):
     assert_mean(name, jax.tree.map(lambda leaf: leaf.mean(axis=0), grads), want)
 
 
-# From here on, at the products with weights that the core finds in the step by itself.
+# From here on, at the products with weights that are found in the step.
 
 
 @pytest.mark.parametrize(
     "groups, immediate", [("one", "estimated"), pytest.param("all", "exact", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", cases(("nnx.OptimizedLSTMCell", "eqx, two layers", "tied"), also="products"))
+@pytest.mark.parametrize("name", cases(("nnx.OptimizedLSTMCell", "eqx, two layers", "tied")))
 def test_uoro_at_products(name, groups, immediate):
     """In as few groups as there can be, or one for each preactivation."""
     model, params, chunk, want = start_of(name, 3)
@@ -225,14 +220,14 @@ def test_uoro_at_products(name, groups, immediate):
     assert_unbiased(name, est, params, chunk, orthogonal_signs(3, n), want)
 
 
-@pytest.mark.parametrize("name", cases(("eqx.LSTMCell", "tied"), also="products"))
+@pytest.mark.parametrize("name", cases(("eqx.LSTMCell", "tied")))
 def test_preuoro(name):
     """With GIR, whose coefficients depend on the noise: all patterns, one sign for each step."""
     model, params, chunk, want = start_of(name, 6)
     assert_unbiased(name, sg.preuoro(model, noise="given"), params, chunk, all_signs(6), want)
 
 
-@pytest.mark.parametrize("name", cases(("eqx.GRUCell", "tied"), also="products"))
+@pytest.mark.parametrize("name", cases(("eqx.GRUCell", "tied")))
 def test_ok(name):
     """Chunks of one step, one term: all patterns of one product's signs.
 
@@ -255,7 +250,7 @@ def test_ok(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [sg.uoro, sg.ok])
-@pytest.mark.parametrize("name", cases((), also="products"))
+@pytest.mark.parametrize("name", cases(()))
 def test_means_of_many_draws(name, make):
     """By their defaults, with keys, in chunks of two: means of 4,000 draws.
 

@@ -13,9 +13,6 @@ import numpy as np
 import streamgrad as sg
 from tests.cells.libraries import library
 
-# What the core does not have yet. Take a word out, and the cases that wait for it are on.
-NEEDS_CORE: set[str] = set()
-
 N_IN, H = 2, 2
 F64 = jnp.float64
 
@@ -37,10 +34,9 @@ class Case(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """How a case is made, and what it needs of the core, of `NEEDS_CORE`; `tolerance` is for the exact methods."""
+    """How a case is made, and to what its numbers hold."""
 
     make: Callable[[], Case]
-    needs: frozenset[str] = frozenset()
     tolerance: float = 1e-10
 
 
@@ -320,13 +316,13 @@ CASES = {
     "eqx, two layers": Entry(eqx_layers),
     "haiku.LSTM": Entry(haiku_case("LSTM")),
     "haiku.GRU": Entry(haiku_case("GRU")),
-    "lru": Entry(lru, frozenset({"complex"})),
-    "s5": Entry(s5, frozenset({"complex"})),
+    "lru": Entry(lru),
+    "s5": Entry(s5),
     "tied": Entry(tied),
     "convolution": Entry(convolution),
     "embedding": Entry(embedding),
-    "counter": Entry(counter, frozenset({"integers"})),
+    "counter": Entry(counter),
     "dropout": Entry(dropout),
     # Gradients of bfloat16 weights are bfloat16, of eight bits, and a scan adds them up in it.
-    "bfloat16": Entry(bfloat16, frozenset({"mixed"}), tolerance=2**-6),
+    "bfloat16": Entry(bfloat16, tolerance=2**-6),
 }
