@@ -9,7 +9,6 @@ and jits around them. Prints every miss and the largest error. In float64.
 """
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import numpy as np
 import streamgrad as sg
 from tests.cells import random_weights
 from tests.cells.random_weights import Weights
+from tests.search import search
 from tests.tools import cut_size, error, mean_over, orthogonal_signs, split
 
 TOLERANCE = 1e-10
@@ -348,25 +348,5 @@ def check_one(seed: int) -> float:
     return check_cell(random_cell(lambda options: options[rng.integers(len(options))]), seed)
 
 
-def main() -> None:
-    """As many as are asked for."""
-    jax.config.update("jax_enable_x64", True)
-    first, count = (int(word) for word in ["0", *sys.argv[1:]][-2:])
-    misses, largest = 0, 0.0
-    for seed in range(first, first + count):
-        try:
-            largest = max(largest, check_one(seed))
-        except AssertionError as caught:
-            misses += 1
-            print("miss:", caught, flush=True)
-        except Exception as caught:  # a step that cannot be taken is a miss, too
-            misses += 1
-            print("miss:", seed, f"{type(caught).__name__}: {str(caught).splitlines()[0][:200]}", flush=True)
-        if seed % 20 == 19:
-            jax.clear_caches()  # no two steps are alike, and nothing of one is used again
-            print(f"{seed + 1 - first} of {count}, {misses} misses, largest error {largest:.1e}", flush=True)
-    print(f"{count} random steps, {misses} misses, largest error {largest:.1e}")
-
-
 if __name__ == "__main__":
-    main()
+    search(check_one, "steps")

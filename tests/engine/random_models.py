@@ -6,13 +6,13 @@ Prints every miss and the largest error. In float64.
 """
 
 import itertools
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import streamgrad as sg
+from tests.search import search
 from tests.tools import error, nested_cell, split
 
 
@@ -51,22 +51,5 @@ def check_one(seed: int) -> float:
     return miss
 
 
-def main() -> None:
-    """As many as are asked for."""
-    jax.config.update("jax_enable_x64", True)
-    first, count = (int(word) for word in ["0", *sys.argv[1:]][-2:])
-    misses, largest = 0, 0.0
-    for seed in range(first, first + count):
-        try:
-            largest = max(largest, check_one(seed))
-        except AssertionError as caught:
-            misses += 1
-            print("miss:", caught, flush=True)
-        if seed % 20 == 19:
-            jax.clear_caches()  # no two models are alike, and nothing of one is used again
-            print(f"{seed + 1 - first} of {count}, {misses} misses, largest error {largest:.1e}", flush=True)
-    print(f"{count} random models, {misses} misses, largest error {largest:.1e}")
-
-
 if __name__ == "__main__":
-    main()
+    search(check_one, "models")
