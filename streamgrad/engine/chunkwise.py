@@ -58,6 +58,7 @@ class Across(NamedTuple):
       shared: `shared(params) -> shared`, what all streams have in common.
       block: `block(params, length)`: after how many steps of a chunk of `length` the reverse pass multiplies factors
         out and adds them up, which bounds memory; `length` for never. None for never, whatever the length.
+      pick: as in `streamgrad.engine.passes.backward`; by default all there is. Only for cells with preactivations.
     """
 
     init: Callable[[PyTree, PyTree], PyTree]
@@ -68,6 +69,7 @@ class Across(NamedTuple):
     draw: Callable[[Any, int, Any], PyTree] = lambda key, length, dtype: None
     shared: Callable[[PyTree], PyTree] = lambda params: ()
     block: Callable[[PyTree, int], int] | None = None
+    pick: Callable[[PyTree], PyTree] = lambda asked: asked
 
 
 class Walk(NamedTuple):
@@ -169,6 +171,8 @@ def _walk(
     end, moved, states, kept, features = forward(maps, fresh, start, tangents, chunk)
     losses, head, dl_dstate = read_out(model, params, unravel, states, chunk)
     asks = jax.vmap(across.asks)(memory, noise)
-    cotangents, pulled, inside = backward(maps, kept, features, params.cell, dl_dstate, asks, chunk.reset, block)
+    cotangents, pulled, inside = backward(
+        maps, kept, features, params.cell, dl_dstate, asks, chunk.reset, block, across.pick
+    )
     reset = None if chunk.reset is None else jnp.any(chunk.reset[:, : len(asks)], axis=0)
     return Walk(end, states, losses, head, inside, cotangents[0], Crossing(cotangents[1], pulled, moved, reset))

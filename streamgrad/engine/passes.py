@@ -58,6 +58,7 @@ def backward(
     asks: Float[Array, "b R S"],
     reset: Bool[Array, "K B"] | None,
     block: int,
+    pick: Callable[[PyTree], PyTree] = lambda asked: asked,
 ) -> tuple[tuple[Array, Array], PyTree, PyTree]:
     """One reverse pass: the losses' cotangent of all streams, and those asked for of the first b.
 
@@ -70,6 +71,8 @@ def backward(
       asks: the vectors that are taken along from the chunk's end.
       reset: where episodes begin.
       block: after how many steps factors are multiplied out.
+      pick: `pick(left[K, b, R, rows]) -> left[K, b, p, rows]`, for each weight matrix: of what the vectors asked for
+        are there, what is wanted.
 
     Returns:
       dL/dh_0 and the vectors asked for times Φ; what they are times Σ_s G_s J_s, as in `Crossing`; and the gradient
@@ -96,16 +99,18 @@ def backward(
     few = jax.tree.map(lambda leaf: leaf[:, :watched], features)
     if block >= length:
         cotangents, (left, asked) = jax.lax.scan(one_step, begin, steps, reverse=True, unroll=unroll())
-        pulled = Outer(asked, few)
+        pulled = Outer(pick(asked), few)
     else:
 
         def stretch(carry: tuple, part: tuple) -> tuple[tuple, PyTree]:
             cotangents, pulled = carry
             steps, few = part
             cotangents, (left, asked) = jax.lax.scan(one_step, cotangents, steps, reverse=True, unroll=unroll())
-            return (cotangents, add_pulled(pulled, Outer(asked, few))), left
+            return (cotangents, add_pulled(pulled, Outer(pick(asked), few))), left
 
-        carry = (begin, zero_each(params, watched, count))
+        asked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((1, watched, count, w.shape[0]), w.dtype), params)
+        wanted = jax.tree.map(lambda leaf: leaf.shape[2], jax.eval_shape(pick, asked))
+        carry = (begin, jax.tree.map(lambda w, n: jnp.zeros((watched, n, *w.shape), w.dtype), params, wanted))
         (cotangents, pulled), left = _in_blocks(stretch, carry, (steps, few), length, block)
     left = jax.tree.map(lambda leaf: leaf[:, :, 0], left)
     return (cotangents[0][:, 0], cotangents[1]), pulled, sum_outer(Outer(left, features))

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, check_model
+from streamgrad.engine import shaped
 from streamgrad.engine.chunkwise import Across, Crossing, chunkwise
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.stepwise import online
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
+from streamgrad.step.reach import Reach, find_reach
+from streamgrad.step.sparsity import find_pattern
 from streamgrad.step.weights import add_pulled, outer, steps_at_once, zero_each
 
 
@@ -57,6 +60,17 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
     check_choice("form", form, ("chunks", "steps"))
     if form == "steps":
         return online(model, _stepwise(model))
+    pattern = find_pattern(model)
+    across = _whole(model) if pattern is None else _in_shape(model, find_reach(pattern, _rows(model)))
+    return estimator(model, chunkwise(model, across))
+
+
+def _rows(model: Model) -> tuple[int, ...]:
+    return cuts.layout(model.cell, model.cell.cuts["preactivation"]).rows
+
+
+def _whole(model: Model) -> Across:
+    """M as a matrix, S times the parameters: where nothing is known of its shape."""
     state_size = cuts.layout(model.cell, model.cell.cuts["state"]).state_size
 
     def asks(memory: PyTree, noise: None) -> Float[Array, "S S"]:
@@ -74,8 +88,29 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
         return steps_at_once(params, state_size, length)
 
     factored = "preactivation" in model.cell.cuts  # else the reverse pass adds up, and keeps nothing of a step
-    across = Across(empty_jacobian(state_size), asks, advance, older, block=block if factored else None)
-    return estimator(model, chunkwise(model, across))
+    return Across(empty_jacobian(state_size), asks, advance, older, block=block if factored else None)
+
+
+def _in_shape(model: Model, reach: Reach) -> Across:
+    """M where it can be non-zero: of a diagonal recurrence no more than a number or two for each parameter."""
+
+    def init(params: PyTree, state: PyTree) -> PyTree:
+        del state
+        return shaped.zeros(reach, params)
+
+    def asks(memory: PyTree, noise: None) -> Float[Array, "R S"]:
+        return shaped.colour_vectors(reach, real_dtype(memory))
+
+    def advance(shared: PyTree, memory: PyTree, noise: None, crossing: Crossing) -> tuple[PyTree, dict[str, Array]]:
+        return add_pulled(shaped.move(reach, crossing.back, memory), crossing.pulled), {}
+
+    def older(shared: PyTree, memory: PyTree, dl_dstart: Float[Array, "b S"]) -> tuple[PyTree, PyTree]:
+        return shaped.contract(reach, dl_dstart / len(dl_dstart), memory), shared
+
+    def block(params: PyTree, length: int) -> int:
+        return steps_at_once(params, reach.count, length)
+
+    return Across(init, asks, advance, older, block=block, pick=lambda asked: shaped.pick(reach, asked))
 
 
 def _stepwise(model: Model) -> Influence:

@@ -11,6 +11,20 @@ from jax.custom_derivatives import SymbolicZero
 from streamgrad._typing import Array, Float
 
 _by_parts = contextvars.ContextVar("by_parts", default=False)
+_still = contextvars.ContextVar("still", default=False)
+
+
+@contextlib.contextmanager
+def still() -> Iterator[None]:
+    """What is differentiated inside takes the features of all weights as constants.
+
+    What is left of dh_t/dh_{t-1} is what the state does by itself: it leaks, or a gate lets it through.
+    """
+    token = _still.set(True)
+    try:
+        yield
+    finally:
+        _still.reset(token)
 
 
 @contextlib.contextmanager
@@ -46,7 +60,7 @@ def product(weights: Float[Array, "N A"], *parts: Float[Array, " _"]) -> Float[A
       >>> product(jnp.ones((2, 3)), jnp.ones(2), 3 * jnp.ones(1)).tolist()
       [5.0, 5.0]
     """
-    return _product(weights, parts)
+    return _product(weights, tuple(map(jax.lax.stop_gradient, parts)) if _still.get() else parts)
 
 
 @jax.custom_jvp

@@ -164,6 +164,13 @@ def _shaping() -> set[Any]:
 
 
 @functools.cache
+def stack_primitive() -> Any:
+    """The primitive of `jnp.stack`, which `jax.extend` does not name; before JAX 0.10 a concatenation."""
+    closed = jax.make_jaxpr(lambda v: jnp.stack([v, v]))(jnp.zeros(2))
+    return _inner(closed).eqns[-1].primitive
+
+
+@functools.cache
 def split_primitive() -> Any:
     """The primitive of `jax.lax.split`, which `jax.extend` does not name."""
     closed = jax.make_jaxpr(lambda v: jax.lax.split(v, (1, 1)))(jnp.zeros(2))

@@ -1,0 +1,122 @@
+"""An influence M = dh/dθ that is kept where it can be non-zero (`streamgrad.step.reach`).
+
+For each weight matrix it is an array `[p, rows, A]`: for each of its p places and each row of weights the derivative of
+one unit. Places of a row's own come first, then those that all rows share.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from streamgrad._typing import Array, Float, PyTree
+from streamgrad.step.reach import Leaf, Reach
+
+
+def _each(reach: Reach, function: Callable[..., Array], *trees: PyTree) -> PyTree:
+    """A function of each weight matrix's reach and of the leaves of trees like the parameters."""
+    structure = jax.tree.structure(trees[0])
+    columns = zip(*map(jax.tree.leaves, trees), strict=True)
+    return jax.tree.unflatten(structure, [function(leaf, *c) for leaf, c in zip(reach.leaves, columns, strict=True)])
+
+
+def zeros(reach: Reach, params: PyTree) -> PyTree:
+    """An influence of nothing."""
+    return _each(reach, lambda leaf, w: jnp.zeros((len(leaf.reached), *w.shape), w.dtype), params)
+
+
+def colour_vectors(reach: Reach, dtype: Any) -> Float[Array, "R S"]:
+    """For each colour the vector of its units: what the reverse pass takes along."""
+    return jnp.asarray(np.arange(reach.count)[:, None] == reach.colours, dtype)
+
+
+def pick(reach: Reach, asked: PyTree) -> PyTree:
+    """Of dh_K/dz_s, summed over the units of each colour, what each row reaches: `[K, b, R, rows]` to p places."""
+
+    def one(leaf: Leaf, left: Float[Array, "K b R rows"]) -> Float[Array, "K b p rows"]:
+        shared = _take(left, reach.colours[leaf.shared], axis=2)
+        found = jnp.concatenate([_take_each(left, _colours(reach, leaf)), shared], axis=2) if leaf.own.size else shared
+        return _masked(found, leaf.reached)
+
+    return _each(reach, one, asked)
+
+
+def move(reach: Reach, back: Float[Array, "b R S"], memory: PyTree) -> PyTree:
+    """Φ M, from Φ summed over the units of each colour.
+
+    M'[j, n] = Σ_i Φ[j, i] M[i, n]    over the units i that row n reaches
+    """
+
+    def one(leaf: Leaf, m: Float[Array, "b p rows A"]) -> Float[Array, "b p rows A"]:
+        width = len(leaf.own)
+        own, shared = m[:, :width], m[:, width:]
+        found = []
+        if width:
+            of_own = _take(back, leaf.own, axis=2)  # from a row's own units: to all colours, [b, R, w, rows]
+            among = _take_each(of_own, _colours(reach, leaf)[:, None], axis=1)
+            among = _masked(among, _pairs(reach, leaf.own[:, None], leaf.own[None]))
+            found.append(jnp.einsum("bpqn,bqna->bpna", among, own))
+        if len(leaf.shared):
+            colours = reach.colours[leaf.shared]
+            pairs = reach.moves[np.ix_(leaf.shared, leaf.shared)]
+            among = _masked(_take(_take(back, colours, axis=1), leaf.shared, axis=2), pairs)
+            moved = jnp.einsum("bst,btna->bsna", among, shared)
+            if width:
+                pairs = _pairs(reach, leaf.shared[:, None, None], leaf.own[None])
+                moved += jnp.einsum("bsqn,bqna->bsna", _masked(_take(of_own, colours, axis=1), pairs), own)
+            found.append(moved)
+        return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1) if found else m
+
+    return _each(reach, one, memory)
+
+
+def contract(reach: Reach, dl_dstate: Float[Array, "b S"], memory: PyTree) -> PyTree:
+    """Σ over streams of (dL/dh) M."""
+
+    def one(leaf: Leaf, m: Float[Array, "b p rows A"]) -> Float[Array, "rows A"]:
+        width = len(leaf.own)
+        total = jnp.zeros(m.shape[2:], m.dtype)
+        if len(leaf.shared):
+            total += jnp.tensordot(_take(dl_dstate, leaf.shared, axis=1), m[:, width:], axes=2)
+        if width:
+            total += jnp.einsum("bpn,bpna->na", _take(dl_dstate, leaf.own, axis=1), m[:, :width])
+        return total
+
+    return _each(reach, one, memory)
+
+
+def _colours(reach: Reach, leaf: Leaf) -> np.ndarray:
+    """The colours of every row's own units; 0 where there is none."""
+    return np.append(reach.colours, 0)[leaf.own]
+
+
+def _pairs(reach: Reach, to: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """Whether one unit can depend on another; never where there is none."""
+    moves = np.pad(reach.moves, ((0, 1), (0, 1)))
+    return moves[to, of]
+
+
+def _take(array: Array, index: np.ndarray, axis: int) -> Array:
+    """Entries along an axis, by numbers that are known; what lies beyond its end is any number."""
+    size = array.shape[axis]
+    if index.ndim == 1 and len(index) and np.array_equal(index, np.arange(index[0], index[0] + len(index))):
+        whole = len(index) == size
+        return array if whole else jax.lax.slice_in_dim(array, int(index[0]), int(index[-1]) + 1, axis=axis)
+    if index.shape == (1, size) and np.array_equal(index[0], np.arange(size)):
+        return jnp.expand_dims(array, axis)
+    return jnp.take(array, np.minimum(index, size - 1), axis=axis)
+
+
+def _take_each(array: Array, index: np.ndarray, axis: int = 2) -> Array:
+    """Entries along an axis, by numbers that may differ from row to row; rows are the last axis of both."""
+    if np.all(index == index[..., :1]):
+        return _take(array, index[..., 0].ravel(), axis)
+    shape = (*(1,) * axis, *index.shape)
+    return jnp.take_along_axis(array, index.reshape(shape), axis=axis)
+
+
+def _masked(array: Array, allowed: np.ndarray) -> Array:
+    """Zero where nothing can be."""
+    return array if allowed.all() else jnp.where(allowed, array, 0)
