@@ -1,6 +1,7 @@
 """Leaky integrate-and-fire neurons, with or without an adaptive threshold."""
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -107,7 +108,7 @@ def lif(
     return reads_vector(affine(step, init_params, init_state, output), n_in)
 
 
-@jax.custom_jvp
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _spike(over: Float[Array, " H"], dampening: float) -> Float[Array, " H"]:
     """1 where the voltage is over the threshold, else 0."""
     del dampening
@@ -115,6 +116,6 @@ def _spike(over: Float[Array, " H"], dampening: float) -> Float[Array, " H"]:
 
 
 @_spike.defjvp
-def _spike_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    over, dampening = primals
-    return _spike(over, dampening), dampening * jnp.maximum(0, 1 - jnp.abs(over)) * tangents[0]
+def _spike_jvp(dampening: float, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    (over,), (moved,) = primals, tangents
+    return _spike(over, dampening), dampening * jnp.maximum(0, 1 - jnp.abs(over)) * moved

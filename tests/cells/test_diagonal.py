@@ -82,25 +82,31 @@ def test_rtrl_is_exact(name, form):
         assert error(got, want) < 1e-10, sizes
 
 
-@pytest.mark.parametrize("cut", ["state", "params", "preactivation"])
-@pytest.mark.parametrize("name", ["lru", "linear rtu", "elstm", "mingru"])
-def test_every_cut_displaces_what_it_says(name, cut):
-    """dz into the cut moves the state as the derivative by the parameters says, for one step."""
-    cell = MODELS[name].inner.cell
-    weights = MODELS[name].enter(make_params(MODELS[name])).cell
+@pytest.mark.parametrize("name", CELLS)
+def test_has_every_cut(name):
+    """No displacement moves nothing, and dh_t/dW = dh_t/dz ⊗ a at the preactivations, also where the features moved."""
+    model = MODELS[name]
+    cell, weights, x = model.cell, model.enter(make_params(model)).cell, jnp.array([0.5, -1.0])
     state = jax.tree.map(lambda leaf: leaf + 0.3, cell.init_state())
-    x, vertex = jnp.array([0.5, -1.0]), cell.cuts[cut]
-    dz = jax.tree.map(jnp.zeros_like, vertex.into(weights, state, x))
-    same = vertex.inject(weights, state, x, dz)
-    assert error(same, cell.step(weights, state, x)) < 1e-14
-    if cut != "preactivation":
-        return
-    by_cut = jax.jacrev(lambda dz: vertex.inject(weights, state, x, dz))(dz)
-    by_weights = jax.jacrev(lambda weights: cell.step(weights, state, x))(weights)
-    features = vertex.features(weights, state, x)
-    for rows, full in zip(jax.tree.leaves(by_cut), jax.tree.leaves(by_weights), strict=True):
-        a = next(a for a in features.values() if full.shape[-1] == a.size and full.shape[-2] == rows.shape[-1])
-        np.testing.assert_allclose(full, rows[..., None] * a[None, None], atol=1e-14)
+    assert set(cell.cuts) == {"state", "params", "preactivation"}
+    want = ravel_pytree(cell.step(weights, state, x))[0]
+    still = {cut: jax.tree.map(jnp.zeros_like, cell.cuts[cut].into(weights, state, x)) for cut in cell.cuts}
+    for cut, dz in still.items():
+        np.testing.assert_array_equal(ravel_pytree(cell.cuts[cut].inject(weights, state, x, dz))[0], want)
+    cut = cell.cuts["preactivation"]
+    by_z = jax.jacrev(lambda dz: ravel_pytree(cut.inject(weights, state, x, dz))[0])(still["preactivation"])
+    by_weights = jax.jacrev(lambda weights: ravel_pytree(cell.step(weights, state, x))[0])(weights)
+    for leaf, a in cut.features(weights, state, x).items():
+        np.testing.assert_allclose(by_weights[leaf], jnp.einsum("sn,a->sna", by_z[leaf], a), atol=1e-14)
+
+
+def test_batched():
+    model = MODELS["lru"]
+    params, chunks = make_params(model), [make_chunk(model, 6, seed, reset=(seed,)) for seed in range(3)]
+    want = jax.tree.map(lambda *leaves: sum(leaves) / 3, *(bptt(model, params, chunk) for chunk in chunks))
+    streams = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
+    halves = [jax.tree.map(lambda leaf, part=part: leaf[:, part], streams) for part in (slice(0, 3), slice(3, 6))]
+    assert error(run(sg.batched(sg.rtrl(model), 3), params, halves)[0], want) < 1e-10
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -200,7 +206,16 @@ def test_stacks():
         (lambda: sg.cells.mingru(2, 2.5), "n_hidden must be a whole number"),
     ],
 )
-def test_says_what_is_wrong(make, says, as_a_user):
+def test_says_what_is_wrong_with_options(make, says, as_a_user):
     with pytest.raises(ValueError, match=says) as error:
         make()
+    assert one_sentence(error)
+
+
+@pytest.mark.parametrize("inputs, says", [(jnp.ones((4, 3)), "inputs"), (np.full((4, 2), np.nan), "must be finite")])
+@pytest.mark.parametrize("name", ["lru", "mingru"])
+def test_says_what_is_wrong_with_inputs(name, inputs, says, as_a_user):
+    est, params = sg.rtrl(MODELS[name]), make_params(MODELS[name])
+    with pytest.raises(ValueError, match=says) as error:
+        est.update(params, est.init(params), sg.Chunk(inputs, jnp.ones((4, 2))), None)
     assert one_sentence(error)

@@ -44,7 +44,7 @@ class Options:
 
     estimators: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME ...]")] = ()
     """Only these; all by default."""
-    cell: Literal["lstm", "gru", "vanilla"] = "lstm"
+    cell: CellName = "lstm"
     """The recurrent network."""
     hidden: int = 16
     """Its units."""

@@ -50,7 +50,7 @@ class Options:
     """Steps of a chunk, after each of which the parameters are updated; the task's own number by default."""
     data: Path | None = None
     """The data folder, for mnist; by default that of the environment variable STREAMGRAD_DATA."""
-    cell: Literal["lstm", "gru", "vanilla"] = "lstm"
+    cell: CellName = "lstm"
     """The recurrent network."""
     hidden: int = 50
     """Units of each layer."""

@@ -11,7 +11,7 @@ from streamgrad.base import Model
 from streamgrad.checks import check_choice, check_size
 from streamgrad.lab.tasks import Task, find_task
 
-CELLS = ("lstm", "gru", "vanilla")
+CELLS = ("lstm", "gru", "vanilla", "elstm", "mingru", "lru", "rtu", "lif")
 OPTIMIZERS = ("adam", "rmsprop", "sgd")
 
 
