@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import optax
@@ -22,7 +22,7 @@ from streamgrad.lab.candidates import candidates_for
 from streamgrad.lab.choice import frontier, ranks
 from streamgrad.lab.cli.options import UsageError, choose, from_options, task_options
 from streamgrad.lab.cli.show import print_table
-from streamgrad.lab.cli.train import Pairs, TaskName
+from streamgrad.lab.cli.train import CellName, Pairs, TaskName
 from streamgrad.lab.comparison import LEAST, Comparison, compare
 from streamgrad.lab.files import check_room
 from streamgrad.lab.progress import COMPILING, showing

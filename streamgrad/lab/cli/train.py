@@ -18,14 +18,14 @@ from streamgrad.lab.manifest import FILE
 from streamgrad.lab.progress import showing
 from streamgrad.lab.tasks import TASKS
 from streamgrad.lab.training import Outcome, Plan, read_metrics, train
-from streamgrad.lab.training.build import make_model, make_optimizer, make_task
+from streamgrad.lab.training.build import CELLS, make_model, make_optimizer, make_task
 from streamgrad.lab.training.checkpoint import steps
 from streamgrad.lab.training.session import CHECKPOINT
 
 if TYPE_CHECKING:
-    TaskName = str
+    CellName = TaskName = str
 else:
-    TaskName = Literal[tuple(TASKS)]
+    CellName, TaskName = Literal[CELLS], Literal[tuple(TASKS)]
 
 Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=VALUE ...]")]
 
