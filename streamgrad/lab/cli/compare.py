@@ -149,7 +149,8 @@ def prepare(options: Options, task: Task, key: Any) -> tuple[Model, Params, Chun
     ts = begin(model, task, est, optimizer, key)
     ts = run_one(training_step(task, est, optimizer), task.data, ts, options.updates)
     many, _ = task.sample(task.data, task.init(key), key)
-    return model, ts.params, jax.tree.map(lambda leaf: leaf[0], many)
+    # Over matrices, as the theory is: arrays that are none are columns, of the same numbers.
+    return model.inner, model.enter(ts.params), jax.tree.map(lambda leaf: leaf[0], many)
 
 
 def past_of(task: Task, key: Any) -> Callable[[int], Chunk]:
