@@ -23,7 +23,8 @@ from streamgrad.lab.training.checkpoint import steps
 from streamgrad.lab.training.session import CHECKPOINT
 
 if TYPE_CHECKING:
-    CellName = TaskName = str
+    CellName = str
+    TaskName = str
 else:
     CellName, TaskName = Literal[CELLS], Literal[tuple(TASKS)]
 
