@@ -209,9 +209,11 @@ def init_weights(key: Array, n_out: int, *fan_in: int) -> Float[Array, "N A"]:
 
 def reads_vector(cell: Cell, n_in: int) -> Cell:
     """The cell, known to read a vector of finite numbers; its dtype is the parameters' in the end."""
-    return cell._replace(
-        example_input=jax.ShapeDtypeStruct((n_in,), jnp.result_type(float)), check_values=_check_finite
-    )
+    vector = jax.ShapeDtypeStruct((n_in,), jnp.result_type(float))
+    worked = cell.worked
+    if worked is not None:
+        worked = worked._replace(cell=reads_vector(worked.cell, n_in))
+    return cell._replace(example_input=vector, check_values=_check_finite, worked=worked)
 
 
 def _check_finite(inputs: np.ndarray) -> None:

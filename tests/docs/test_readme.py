@@ -56,7 +56,7 @@ def test_examples_run_as_printed():
 NEEDS = {"import equinox": "equinox", "from flax": "flax", "import haiku": "haiku"}
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(7))
 def test_examples_of_cells_run_as_printed(number):
     """Each in an interpreter of its own, as they need other libraries, and where those are."""
     block = code_blocks(ROOT / "docs/cells.md")[number]
@@ -71,7 +71,7 @@ def test_examples_of_cells_run_as_printed(number):
 
 
 def test_every_example_of_cells_is_run():
-    assert len(code_blocks(ROOT / "docs/cells.md")) == 6
+    assert len(code_blocks(ROOT / "docs/cells.md")) == 7
 
 
 def test_example_of_contributing_conforms():

@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import optax
@@ -22,7 +22,7 @@ from streamgrad.lab.candidates import candidates_for
 from streamgrad.lab.choice import frontier, ranks
 from streamgrad.lab.cli.options import UsageError, choose, from_options, task_options
 from streamgrad.lab.cli.show import print_table
-from streamgrad.lab.cli.train import Pairs, TaskName
+from streamgrad.lab.cli.train import CellName, Pairs, TaskName
 from streamgrad.lab.comparison import LEAST, Comparison, compare
 from streamgrad.lab.files import check_room
 from streamgrad.lab.progress import COMPILING, showing
@@ -44,7 +44,7 @@ class Options:
 
     estimators: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME ...]")] = ()
     """Only these; all by default."""
-    cell: Literal["lstm", "gru", "vanilla"] = "lstm"
+    cell: CellName = "lstm"
     """The recurrent network."""
     hidden: int = 16
     """Its units."""
@@ -149,7 +149,8 @@ def prepare(options: Options, task: Task, key: Any) -> tuple[Model, Params, Chun
     ts = begin(model, task, est, optimizer, key)
     ts = run_one(training_step(task, est, optimizer), task.data, ts, options.updates)
     many, _ = task.sample(task.data, task.init(key), key)
-    return model, ts.params, jax.tree.map(lambda leaf: leaf[0], many)
+    # Over matrices, as the theory is: arrays that are none are columns, of the same numbers.
+    return model.inner, model.enter(ts.params), jax.tree.map(lambda leaf: leaf[0], many)
 
 
 def past_of(task: Task, key: Any) -> Callable[[int], Chunk]:

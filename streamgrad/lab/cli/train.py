@@ -18,14 +18,15 @@ from streamgrad.lab.manifest import FILE
 from streamgrad.lab.progress import showing
 from streamgrad.lab.tasks import TASKS
 from streamgrad.lab.training import Outcome, Plan, read_metrics, train
-from streamgrad.lab.training.build import make_model, make_optimizer, make_task
+from streamgrad.lab.training.build import CELLS, make_model, make_optimizer, make_task
 from streamgrad.lab.training.checkpoint import steps
 from streamgrad.lab.training.session import CHECKPOINT
 
 if TYPE_CHECKING:
+    CellName = str
     TaskName = str
 else:
-    TaskName = Literal[tuple(TASKS)]
+    CellName, TaskName = Literal[CELLS], Literal[tuple(TASKS)]
 
 Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=VALUE ...]")]
 
@@ -50,7 +51,7 @@ class Options:
     """Steps of a chunk, after each of which the parameters are updated; the task's own number by default."""
     data: Path | None = None
     """The data folder, for mnist; by default that of the environment variable STREAMGRAD_DATA."""
-    cell: Literal["lstm", "gru", "vanilla"] = "lstm"
+    cell: CellName = "lstm"
     """The recurrent network."""
     hidden: int = 50
     """Units of each layer."""

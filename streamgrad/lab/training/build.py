@@ -11,7 +11,7 @@ from streamgrad.base import Model
 from streamgrad.checks import check_choice, check_size
 from streamgrad.lab.tasks import Task, find_task
 
-CELLS = ("lstm", "gru", "vanilla")
+CELLS = ("lstm", "gru", "vanilla", "elstm", "mingru", "lru", "rtu", "lif")
 OPTIMIZERS = ("adam", "rmsprop", "sgd")
 
 
@@ -42,8 +42,10 @@ def make_model(cell: str, hidden: int, layers: int, task: Task) -> Model:
     """The cell of that name, stacked if need be, and the task's head."""
     check_choice("cell", cell, CELLS)
     check_size(layers=layers)
-    make = getattr(cells, cell)
-    stacked = [make(task.n_in if index == 0 else hidden, hidden) for index in range(layers)]
+    stacked, n_in = [], task.n_in
+    for _ in range(layers):
+        stacked.append(getattr(cells, cell)(n_in, hidden))
+        n_in = Model(stacked[-1], task.head).width  # not always `hidden`: complex units have two outputs
     return Model(stacked[0] if layers == 1 else cells.stack(*stacked), task.head)
 
 
