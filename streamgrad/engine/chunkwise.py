@@ -81,7 +81,7 @@ class Walk(NamedTuple):
       losses: L_t, `[K, B]`.
       head: the head's gradient, summed over streams and time.
       inside: the cell's gradient by backpropagation inside the stretch, summed likewise.
-      dl_dstart: dL/dh_0, `[B, S]`.
+      dl_dstart: dL/dh_0, `[B, S]`; or what `Across.older` makes of it, with streams leading.
       crossing: of the streams that are watched.
     """
 
@@ -90,17 +90,23 @@ class Walk(NamedTuple):
     losses: Float[Array, "K B"]
     head: PyTree
     inside: PyTree
-    dl_dstart: Float[Array, "B S"]
+    dl_dstart: PyTree
     crossing: Crossing
 
 
-def chunkwise(model: Model, across: Across, check: Callable[[Chunk, int, Any], None] = lambda *_: None) -> Algorithm:
+def chunkwise(
+    model: Model,
+    across: Across,
+    check: Callable[[Chunk, int, Any], None] = lambda *_: None,
+    walk_through: "Callable[..., Walk] | None" = None,
+) -> Algorithm:
     """An estimator that backpropagates inside chunks and has an influence across them.
 
     Args:
       model: the model whose gradients are estimated.
       across: how the influence is represented.
       check: as in `Algorithm`.
+      walk_through: how it goes through a chunk; by default with all derivatives of the steps, as `walk` does.
 
     Returns:
       The algorithm. Its `batch` watches as many streams as `state.memory` has.
@@ -115,26 +121,27 @@ def chunkwise(model: Model, across: Across, check: Callable[[Chunk, int, Any], N
         streams = jax.tree.leaves(state.cell)[0].shape[0]
         watched = leading(state.memory, streams)
         dtype = real_dtype(params.cell)
-        few = jax.tree.map(lambda leaf: leaf[:watched], keys)
+        own_keys = jax.tree.map(lambda leaf: leaf[:watched], keys)
         length = jax.tree.leaves(chunk.inputs)[0].shape[1]
-        noise = jax.vmap(lambda key: across.draw(key, length, dtype), axis_size=watched)(few)
+        noise = jax.vmap(lambda key: across.draw(key, length, dtype), axis_size=watched)(own_keys)
         unravel = ravel_pytree(model.init_state(params))[1]
         start = jax.vmap(lambda cell: ravel_pytree(cell)[0])(state.cell)
         by_time = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), chunk)
 
         block = across.block(params.cell, length) if across.block else length
-        walk = _walk(model, params, across, start, state.memory, noise, by_time, block)
-        older, shared = across.older(state.shared, state.memory, walk.dl_dstart[:watched])
+        found = (walk_through or walk)(model, params, across, start, state.memory, noise, by_time, block)
+        few = jax.tree.map(lambda leaf: leaf[:watched], found.dl_dstart)
+        older, shared = across.older(state.shared, state.memory, few)
         # The mean over the watched streams stands for all: streams are exchangeable.
-        cell = jax.tree.map(lambda inside, older: inside + streams * older, walk.inside, older)
+        cell = jax.tree.map(lambda inside, older: inside + streams * older, found.inside, older)
         # Once the older credit is read, the memory may be written over; else the compiler keeps a copy of all of it.
         cell, before = jax.lax.optimization_barrier((cell, state.memory))
-        memory, diagnostics = across.advance(shared, before, noise, walk.crossing)
-        outputs = jax.vmap(jax.vmap(lambda vector: model.cell.output(unravel(vector))), in_axes=1)(walk.states)
+        memory, diagnostics = across.advance(shared, before, noise, found.crossing)
+        outputs = jax.vmap(jax.vmap(lambda vector: model.cell.output(unravel(vector))), in_axes=1)(found.states)
         return Outcome(
-            as_stream(Params(cell, walk.head)),
-            EstimatorState(jax.vmap(unravel)(walk.end), memory, shared),
-            Info(walk.losses.T, diagnostics),
+            as_stream(Params(cell, found.head)),
+            EstimatorState(jax.vmap(unravel)(found.end), memory, shared),
+            Info(found.losses.T, diagnostics),
             outputs=outputs,
         )
 
@@ -154,7 +161,7 @@ def leading(tree: PyTree, otherwise: int) -> int:
     return leaves[0].shape[0] if leaves else otherwise
 
 
-def _walk(
+def walk(
     model: Model,
     params: Params,
     across: Across,

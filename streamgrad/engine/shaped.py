@@ -29,7 +29,7 @@ def zeros(reach: Reach, params: PyTree) -> PyTree:
 
 def colour_vectors(reach: Reach, dtype: Any) -> Float[Array, "R S"]:
     """For each colour the vector of its units: what the reverse pass takes along."""
-    return jnp.asarray(np.arange(reach.count)[:, None] == reach.colours, dtype)
+    return jnp.asarray(np.arange(reach.vectors)[:, None] == reach.colours, dtype)
 
 
 def pick(reach: Reach, asked: PyTree) -> PyTree:
@@ -52,12 +52,10 @@ def move(reach: Reach, back: Float[Array, "b R S"], memory: PyTree) -> PyTree:
     def one(leaf: Leaf, m: Float[Array, "b p rows A"]) -> Float[Array, "b p rows A"]:
         width = len(leaf.own)
         own, shared = m[:, :width], m[:, width:]
-        found = []
+        found, of_own = [], back
         if width:
             of_own = _take(back, leaf.own, axis=2)  # from a row's own units: to all colours, [b, R, w, rows]
-            among = _take_each(of_own, _colours(reach, leaf)[:, None], axis=1)
-            among = _masked(among, _pairs(reach, leaf.own[:, None], leaf.own[None]))
-            found.append(jnp.einsum("bpqn,bqna->bpna", among, own))
+            found.append(jnp.einsum("bpqn,bqna->bpna", _between_own(reach, leaf, of_own), own))
         if len(leaf.shared):
             colours = reach.colours[leaf.shared]
             pairs = reach.moves[np.ix_(leaf.shared, leaf.shared)]
@@ -70,6 +68,16 @@ def move(reach: Reach, back: Float[Array, "b R S"], memory: PyTree) -> PyTree:
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1) if found else m
 
     return _each(reach, one, memory)
+
+
+def among_own(reach: Reach, like: PyTree, back: Float[Array, "b R S"]) -> PyTree:
+    """Φ between the own units of each row, `[b, p, q, rows]` for each weight matrix; `like` has their structure."""
+    return _each(reach, lambda leaf, _: _between_own(reach, leaf, _take(back, leaf.own, axis=2)), like)
+
+
+def at_units(reach: Reach, like: PyTree, vectors: Float[Array, "K b S"]) -> PyTree:
+    """The entries of vectors at the own units of each row, `[K, b, p, rows]`; zero where a row has none."""
+    return _each(reach, lambda leaf, _: _masked(_take(vectors, leaf.own, axis=2), leaf.reached), like)
 
 
 def contract(reach: Reach, dl_dstate: Float[Array, "b S"], memory: PyTree) -> PyTree:
@@ -85,6 +93,11 @@ def contract(reach: Reach, dl_dstate: Float[Array, "b S"], memory: PyTree) -> Py
         return total
 
     return _each(reach, one, memory)
+
+
+def _between_own(reach: Reach, leaf: Leaf, of_own: Float[Array, "b R w rows"]) -> Float[Array, "b p q rows"]:
+    among = _take_each(of_own, _colours(reach, leaf)[:, None], axis=1)
+    return _masked(among, _pairs(reach, leaf.own[:, None], leaf.own[None]))
 
 
 def _colours(reach: Reach, leaf: Leaf) -> np.ndarray:
@@ -106,7 +119,19 @@ def _take(array: Array, index: np.ndarray, axis: int) -> Array:
         return array if whole else jax.lax.slice_in_dim(array, int(index[0]), int(index[-1]) + 1, axis=axis)
     if index.shape == (1, size) and np.array_equal(index[0], np.arange(size)):
         return jnp.expand_dims(array, axis)
+    if index.ndim == 2 and 0 < len(index) <= 4:  # a few plain runs of numbers, which need no gather
+        runs = [_runs(row, size) for row in index]
+        if all(len(run) <= 8 for run in runs):
+            parts = [[jax.lax.slice_in_dim(array, a, b, axis=axis) for a, b in run] for run in runs]
+            return jnp.stack([jnp.concatenate(part, axis=axis) for part in parts], axis=axis)
     return jnp.take(array, np.minimum(index, size - 1), axis=axis)
+
+
+def _runs(index: np.ndarray, size: int) -> list[tuple[int, int]]:
+    """Numbers as stretches that follow each other, each from a begin to an end; those beyond the end are any number."""
+    known = np.minimum(index, size - 1)
+    breaks = np.flatnonzero(np.diff(known) != 1) + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(known, breaks)]
 
 
 def _take_each(array: Array, index: np.ndarray, axis: int = 2) -> Array:

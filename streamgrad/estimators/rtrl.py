@@ -108,7 +108,7 @@ def _in_shape(model: Model, reach: Reach) -> Across:
         return shaped.contract(reach, dl_dstart / len(dl_dstart), memory), shared
 
     def block(params: PyTree, length: int) -> int:
-        return steps_at_once(params, reach.count, length)
+        return steps_at_once(params, reach.vectors, length)
 
     return Across(init, asks, advance, older, block=block, pick=lambda asked: shaped.pick(reach, asked))
 

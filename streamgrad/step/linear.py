@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell
 from streamgrad.checks import check_same_state
-from streamgrad.step.product import by_parts
+from streamgrad.step.product import by_parts, still
 from streamgrad.step.weights import like_params, rows_of
 
 
@@ -34,7 +35,7 @@ class Linear(NamedTuple):
     push: Callable[[Float[Array, " S"], PyTree, Float[Array, " S"]], Float[Array, " S"]]
 
 
-def linear(cell: Cell, params: PyTree, start: PyTree, x: PyTree) -> Linear:
+def linear(cell: Cell, params: PyTree, start: PyTree, x: PyTree, columns: list[Any] | None = None) -> Linear:
     """Prepare a cell's transition for both passes.
 
     Args:
@@ -42,6 +43,8 @@ def linear(cell: Cell, params: PyTree, start: PyTree, x: PyTree) -> Linear:
       params: its parameters.
       start: a state, for its structure.
       x: an input, likewise.
+      columns: through which weights dh_t/dh_{t-1} goes: for each weight matrix the features, `[k, rows]`, whose weights
+        count in each row, and as many as it has where there are fewer. All other features are constants. None for all.
 
     Returns:
       The maps, for one stream.
@@ -63,7 +66,10 @@ def linear(cell: Cell, params: PyTree, start: PyTree, x: PyTree) -> Linear:
     def transition(vector: Array, here: PyTree, x: PyTree) -> Float[Array, " S"]:
         """h_t, as a function of h_{t-1} and of a displacement of this step's preactivations, or of its parameters."""
         state = unravel(vector)
-        new = cell.step(here, state, x) if cut is None else cut.inject(params, state, x, here)
+        if columns is not None:
+            new = _through_some(cell, params, columns, state, x, here)
+        else:
+            new = cell.step(here, state, x) if cut is None else cut.inject(params, state, x, here)
         check_same_state(state, new)
         return ravel_pytree(new)[0].astype(vector.dtype)
 
@@ -92,6 +98,37 @@ def linear(cell: Cell, params: PyTree, start: PyTree, x: PyTree) -> Linear:
         return jax.jvp(lambda vector: transition(vector, here, x), (vector,), (tangent,))[1]
 
     return Linear(take, pull, push)
+
+
+def _through_some(cell: Cell, params: PyTree, columns: list[Any], state: PyTree, x: PyTree, here: PyTree) -> PyTree:
+    """The transition with the derivative of a few weights alone: all features stand still, and theirs are put back."""
+    cut = cell.cuts["preactivation"]
+    assert cut.features is not None
+    leaves, structure = jax.tree.flatten(params)
+    features = jax.tree.leaves(cut.features(params, state, x))
+    moved = [few_columns(w, a, index) for w, a, index in zip(leaves, features, columns, strict=True)]
+    moved = jax.tree.unflatten(structure, [z - jax.lax.stop_gradient(z) for z in moved])
+    with still():
+        return cut.inject(params, state, x, jax.tree.map(jnp.add, here, moved))
+
+
+def few_columns(weights: Float[Array, "N A"], features: Float[Array, " A"], columns: np.ndarray) -> Float[Array, " N"]:
+    """Σ_k W[n, f] a[f] over the features f = columns[k, n] of each row, of which A stands for none."""
+    total = jnp.zeros(weights.shape[0], features.dtype)
+    for index in columns:
+        first = int(index[0])
+        if np.array_equal(index, np.arange(first, first + len(index))) and index[-1] < weights.shape[1]:
+            few = jax.lax.slice_in_dim(features, first, first + len(index))
+        else:
+            few = jnp.append(features, 0)[index]
+        total += _entries(weights, index) * few
+    return total
+
+
+def _entries(weights: Float[Array, "N A"], index: np.ndarray) -> Float[Array, " N"]:
+    """W[n, index[n]] of every row; zero where there is none."""
+    some = jnp.take_along_axis(weights, np.minimum(index, weights.shape[1] - 1)[:, None], axis=1)[:, 0]
+    return jnp.where(index < weights.shape[1], some, 0)
 
 
 def depends(function: Callable[..., list[Array]], *arguments: PyTree) -> list[bool]:

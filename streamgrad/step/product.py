@@ -63,9 +63,11 @@ def product(weights: Float[Array, "N A"], *parts: Float[Array, " _"]) -> Float[A
     return _product(weights, tuple(map(jax.lax.stop_gradient, parts)) if _still.get() else parts)
 
 
-@jax.custom_jvp
-def _product(weights: Array, parts: Sequence[Array]) -> Array:
+def _whole(weights: Array, parts: Sequence[Array]) -> Array:
     return weights @ (parts[0] if len(parts) == 1 else jnp.concatenate(parts))
+
+
+_product = jax.custom_jvp(_whole)
 
 
 def _jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
@@ -74,13 +76,13 @@ def _jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     out = _product(weights, parts)
     tangent = jnp.zeros_like(out)
     if not isinstance(moved, SymbolicZero):
-        tangent = _product(moved, parts)
+        tangent = _whole(moved, parts)
     moves = [not isinstance(along, SymbolicZero) for along in moved_parts]
     if any(moves) and not _by_parts.get():
         whole = [
             along if yes else jnp.zeros_like(part) for part, along, yes in zip(parts, moved_parts, moves, strict=True)
         ]
-        return out, tangent + _product(weights, whole)
+        return out, tangent + _whole(weights, whole)
     begin = 0
     for part, along, yes in zip(parts, moved_parts, moves, strict=True):
         if yes:

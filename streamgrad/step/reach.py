@@ -35,13 +35,13 @@ class Reach(NamedTuple):
       leaves: one for each weight matrix.
       colours: of every unit, -1 of those that the next step does not read. Units of a colour are never reached from
         the same unit or the same row, so that one cotangent may ask for all of them.
-      count: how many colours there are.
+      vectors: how many colours there are, and so how many cotangents ask for all units.
       moves: `moves[j, i]`: whether unit j can ever depend on unit i.
     """
 
     leaves: tuple[Leaf, ...]
     colours: Int[np.ndarray, " S"]
-    count: int
+    vectors: int
     moves: Bool[np.ndarray, "S S"]
 
     @property
@@ -67,18 +67,27 @@ def find_reach(pattern: Pattern, rows: Sequence[int]) -> Reach:
     Example:
       >>> diagonal = Pattern(np.eye(3, dtype=bool), np.eye(3, dtype=bool))
       >>> reach = find_reach(diagonal, [3])
-      >>> reach.count, reach.leaves[0].own.tolist(), reach.leaves[0].shared.tolist()
+      >>> reach.vectors, reach.leaves[0].own.tolist(), reach.leaves[0].shared.tolist()
       (1, [[0, 1, 2]], [])
     """
-    live = pattern.state.any(axis=0)
+    live = np.asarray(pattern.state.any(axis=0))
     state, cut = pattern.state & live[:, None], pattern.cut & live[:, None]
     moves = closure(state, np.diag(live))
     reached = compose(moves, cut)
     colours = colour(np.concatenate([moves, reached], axis=1), live)
     ends = np.cumsum(rows)
     parts = np.split(reached, ends[:-1], axis=1)
-    leaves = tuple(_leaf(part, colours) for part in parts)
+    leaves = tuple(_sorted(part, colours) for part in parts)
     return Reach(leaves, colours, int(colours.max(initial=-1)) + 1, moves)
+
+
+def shape_of(
+    reached: Bool[np.ndarray, "S N"], state: Bool[np.ndarray, "S S"], rows: Sequence[int]
+) -> Reach:
+    """The shape of an influence of given entries, advanced by whole Jacobians: every unit has a colour of its own."""
+    colours = np.arange(len(state))
+    parts = np.split(reached, np.cumsum(rows)[:-1], axis=1)
+    return Reach(tuple(_sorted(part, colours) for part in parts), colours, len(state), state)
 
 
 def closure(state: Bool[np.ndarray, "S S"], start: Bool[np.ndarray, "S n"]) -> Bool[np.ndarray, "S n"]:
@@ -121,18 +130,22 @@ def colour(together: Bool[np.ndarray, "S n"], live: Bool[np.ndarray, " S"]) -> I
     return colours
 
 
-def _leaf(reached: Bool[np.ndarray, "S rows"], colours: Int[np.ndarray, " S"]) -> Leaf:
+def _sorted(reached: Bool[np.ndarray, "S rows"], colours: Int[np.ndarray, " S"]) -> Leaf:
     """Sort the units of a matrix into those of single rows and those of all."""
-    union, common = reached.any(axis=1), reached.all(axis=1)
+    union, common = np.asarray(reached.any(axis=1)), np.asarray(reached.all(axis=1))
     private = reached & ~common[:, None]
-    size, width = len(colours), int(private.sum(axis=0).max(initial=0))
+    width = int(private.sum(axis=0).max(initial=0))
     if width > WIDEST or 4 * (width + common.sum()) > 3 * union.sum():
-        width, common = 0, union
-    own = np.full((width, reached.shape[1]), size)
-    if width:
-        order = np.argsort(colours, kind="stable")
-        places = np.cumsum(private[order], axis=0) - 1
-        ranks, rows = np.nonzero(private[order])
-        own[places[ranks, rows], rows] = order[ranks]
-    shared = np.flatnonzero(common)
-    return Leaf(own, shared, np.concatenate([own < size, reached[shared]]))
+        common, private = union, np.zeros_like(private)
+    own, shared = own_units(private, colours), np.flatnonzero(common)
+    return Leaf(own, shared, np.concatenate([own < len(colours), reached[shared]]))
+
+
+def own_units(private: Bool[np.ndarray, "S rows"], colours: Int[np.ndarray, " S"]) -> Int[np.ndarray, "w rows"]:
+    """The units of each row, in the order of their colours, as a table: S where a row has fewer than others."""
+    own = np.full((int(private.sum(axis=0).max(initial=0)), private.shape[1]), len(colours))
+    order = np.argsort(colours, kind="stable")
+    places = np.cumsum(private[order], axis=0) - 1
+    ranks, rows = np.nonzero(private[order])
+    own[places[ranks, rows], rows] = order[ranks]
+    return own

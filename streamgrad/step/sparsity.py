@@ -5,6 +5,7 @@ entries of what it is given. Where an operation is not known here, all of its re
 of the pattern is a zero whatever the numbers are, and the rest may or may not be.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,10 +16,9 @@ import numpy as np
 from jax.extend.core import primitives as p
 
 from streamgrad._typing import Bool, PyTree
-from streamgrad.base import Cell, Model
+from streamgrad.base import Model
 from streamgrad.step.product import still as still_products
 from streamgrad.step.program import Op, Program, read, split_primitive, stack_primitive
-from streamgrad.step.weights import rows_of
 
 Rows = np.ndarray  # for each number of an array a row of bits: the tangents it depends on, 8 of them in a byte
 
@@ -52,12 +52,53 @@ def find_pattern(model: Model, still: bool = False) -> Pattern | None:
       >>> found.state.astype(int).tolist()  # h and c read all of h, and of c each its own
       [[1, 1, 1, 0], [1, 1, 0, 1], [1, 1, 1, 0], [1, 1, 0, 1]]
     """
+    program = _derivative(model, still)
+    if program is None:
+        return None
+    found = _outputs(program, _reached(program, (3, 4), _known_zeros(model)))
+    size = sum(program.avals[value].size for value in program.inputs[3])
+    return Pattern(found[:, :size], found[:, size:])
+
+
+def feature_pattern(model: Model) -> list[Bool[np.ndarray, "A S"]] | None:
+    """Which features of each weight matrix can depend on which units of the state; None where it cannot be known.
+
+    That is so for steps too in which a preactivation is made of another one, as in layers on top of each other: what
+    a feature depends on then goes through weights.
+    """
+    cell = model.cell
+    program = _derivative(model, still=False)
+    if program is None:
+        return None
+    after = _reached(program, (4,), _known_zeros(model))
+    if any(op.primitive is p.dot_general_p and any(value in after for value in op.inputs) for op in program.ops):
+        return None
+    features = cell.cuts["preactivation"].features
+    assert features is not None
+
+    def tangent(params: PyTree, state: PyTree, x: PyTree, along: PyTree) -> list[Any]:
+        function = lambda state: jax.tree.leaves(features(params, state, x))  # noqa: E731
+        return jax.jvp(function, (state,), (along,))[1]
+
+    params, state = _shapes(model)
+    program = read(tangent, params, state, cell.example_input, state)
+    found = _outputs(program, _reached(program, (3,), _known_zeros(model)))
+    return np.split(found, np.cumsum([leaf.shape[1] for leaf in jax.tree.leaves(params)])[:-1])
+
+
+def _shapes(model: Model) -> tuple[PyTree, PyTree]:
+    """Of the cell's parameters and state."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(model.cell.init_params, key), jax.eval_shape(model.cell.init_state)
+
+
+def _derivative(model: Model, still: bool) -> Program | None:
+    """The program of (dh_t/dh_{t-1}) along + (dh_t/dz_t) pushed; its last two arguments are these tangents."""
     cell = model.cell
     cut = cell.cuts.get("preactivation")
     if cut is None or cell.example_input is None:
         return None
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    params, state = jax.eval_shape(cell.init_params, key), jax.eval_shape(cell.init_state)
+    params, state = _shapes(model)
     dz = jax.eval_shape(cut.into, params, state, cell.example_input)
 
     def tangent(params: PyTree, state: PyTree, x: PyTree, along: PyTree, pushed: PyTree) -> PyTree:
@@ -65,35 +106,20 @@ def find_pattern(model: Model, still: bool = False) -> Pattern | None:
             return cut.inject(params, state, x, dz)
 
         zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), pushed)
-        if not still:
-            return jax.jvp(step, (state, zero), (along, pushed))[1]
-        with still_products():
+        with still_products() if still else contextlib.nullcontext():
             return jax.jvp(step, (state, zero), (along, pushed))[1]
 
     try:
-        program = read(tangent, params, state, cell.example_input, state, dz)
+        return read(tangent, params, state, cell.example_input, state, dz)
     except TypeError:  # a custom_vjp, which has no derivative forwards
         return None
-    masks = _known_zeros(model, params)
-    found = _follow(program, (3, 4), dict(zip(program.inputs[0], masks, strict=True)))
-    size = sum(leaf.size for leaf in jax.tree.leaves(state))
-    return Pattern(found[:, :size], found[:, size:])
 
 
-def dense_pattern(model: Model) -> Pattern:
-    """The pattern of which nothing is known, for a cell with preactivations."""
-    cell = model.cell
-    size = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(cell.init_state)))
-    rows = sum(rows_of(jax.eval_shape(cell.init_params, jax.eval_shape(lambda: jax.random.key(0)))))
-    return Pattern(np.ones((size, size), bool), np.ones((size, rows), bool))
-
-
-def _known_zeros(model: Model, params: PyTree) -> list[np.ndarray | None]:
+def _known_zeros(model: Model) -> list[np.ndarray | None]:
     """For each weight matrix where it can be non-zero; None for everywhere. Masks in front of weights are seen."""
-    nothing = [None] * len(jax.tree.leaves(params))
     worked = model.given.worked
     if worked is None:
-        return nothing
+        return [None for _ in jax.tree.leaves(_shapes(model)[0])]
     given = jax.eval_shape(model.given.init_params, jax.eval_shape(lambda: jax.random.key(0)))
     program = read(worked.weights, given)
     known = dict(program.constants)
@@ -103,23 +129,28 @@ def _known_zeros(model: Model, params: PyTree) -> list[np.ndarray | None]:
     return [_mask_of(value, known, masks) for value in program.outputs]
 
 
-def _follow(program: Program, along: tuple[int, int], masks: dict[int, Any]) -> Bool[np.ndarray, "S n"]:
-    """On which entries of the arguments numbered `along` the outputs depend."""
+def _reached(program: Program, along: tuple[int, ...], zeros: list[Any]) -> dict[int, Rows]:
+    """On which entries of the arguments numbered `along` each value depends; values that do not are left out."""
     begins = [value for argument in along for value in program.inputs[argument]]
     sizes = [program.avals[value].size for value in begins]
-    total = sum(sizes)
-    every = np.packbits(np.eye(total, dtype=bool), axis=1)
-    parts = np.split(every, np.cumsum(sizes)[:-1])
-    rows: dict[int, Rows] = dict(zip(begins, parts, strict=True))
-    masks = {value: mask for value, mask in masks.items() if mask is not None}
+    every = np.packbits(np.eye(sum(sizes), dtype=bool), axis=1)
+    rows: dict[int, Rows] = dict(zip(begins, np.split(every, np.cumsum(sizes)[:-1]), strict=True))
+    known = zip(program.inputs[0], zeros, strict=True)
+    masks = {value: mask for value, mask in known if mask is not None}
     for op in program.ops:
         if any(value in rows for value in op.inputs):
             rows |= zip(op.outputs, _result(op, program, rows, masks), strict=True)
         else:
             _mask(op, program, program.constants, masks)
+    return rows | {-1: every}
+
+
+def _outputs(program: Program, rows: dict[int, Rows]) -> Bool[np.ndarray, "S n"]:
+    """The same of what a program returns, as bools."""
+    every = rows[-1]
     nothing = np.zeros((1, every.shape[1]), np.uint8)
     found = [rows.get(value, np.repeat(nothing, program.avals[value].size, axis=0)) for value in program.outputs]
-    return np.unpackbits(np.concatenate(found), axis=1)[:, :total].astype(bool)
+    return np.unpackbits(np.concatenate(found), axis=1)[:, : len(every)].astype(bool)
 
 
 _ELEMENTWISE = {
@@ -135,7 +166,7 @@ def _result(op: Op, program: Program, rows: dict[int, Rows], masks: dict[int, np
     avals = [program.avals[value] for value in op.inputs]
     if op.primitive in _ELEMENTWISE:
         return [_elementwise(given, avals, math.prod(shapes[0]))]
-    if op.primitive is p.reduce_sum_p:
+    if op.primitive is p.reduce_sum_p and given[0] is not None:
         return [_reduced(given[0], avals[0].shape, op.params["axes"])]
     if op.primitive is p.dot_general_p and (given[0] is None) != (given[1] is None):
         return [_dot(op, program, given, masks)]
@@ -269,7 +300,7 @@ def _mask(op: Op, program: Program, constants: dict[int, Any], masks: dict[int, 
     shape = program.avals[op.outputs[0]].shape
     if op.primitive is p.mul_p:
         masks[op.outputs[0]] = np.logical_and.reduce([np.broadcast_to(m, shape) for m in given if m is not None])
-    elif op.primitive in (p.neg_p, p.convert_element_type_p, p.copy_p):
+    elif op.primitive in (p.neg_p, p.convert_element_type_p, p.copy_p) and given[0] is not None:
         masks[op.outputs[0]] = given[0]
     elif op.primitive is not p.pad_p:
         avals = [program.avals[value] for value in op.inputs]

@@ -1,0 +1,110 @@
+"""Sparse n-step approximation: the influence at the entries that so many steps can reach."""
+
+import jax
+import jax.numpy as jnp
+
+from streamgrad._typing import Array, Float, PyTree
+from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
+from streamgrad.checks import check_choice, check_size, find_cut
+from streamgrad.engine import shaped
+from streamgrad.engine.chunkwise import chunkwise
+from streamgrad.engine.estimator import estimator
+from streamgrad.engine.local import local_influence, local_walk
+from streamgrad.engine.stepwise import online
+from streamgrad.step import cuts
+from streamgrad.step.cuts import Step
+from streamgrad.step.local import find_local, reached_within
+from streamgrad.step.reach import Reach, shape_of
+from streamgrad.step.sparsity import find_pattern
+
+
+def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunks") -> GradientEstimator:
+    """SnAp-n: the influence M = dh/dθ, kept at the entries that are non-zero after n steps.
+
+        M_t = mask ⊙ ((dh_t/dh_{t-1}) M_{t-1} + dh_t/dθ_t),    dL/dθ = Σ_t (dL_t/dh_t) M_t
+
+    The mask is where the sum of n steps from M = 0 can be non-zero. It is found in the step
+    (`streamgrad.step.sparsity`): with n = 1 a weight influences the units that its preactivation enters. Where the
+    pattern is full, or the recurrence diagonal, this is `rtrl`; else it is biased, for the influence through other
+    units is left out.
+
+    Args:
+      model: the model whose gradients are estimated; its cell must have the cut "preactivation".
+      order: n.
+      inside: "steps" as published; or "backprop", in which losses reach back exactly to the chunk's beginning, and
+        through M beyond.
+      form: how it is computed, not what: "chunks", where each row of weights has few units, as with n = 1 (an
+        element-wise recursion over the chunk and one matrix product); or "steps", as published. Cells in which a
+        preactivation is made of another one, and patterns that are wide, are computed by steps always.
+
+    Returns:
+      The estimator. With n = 1 memory is P for each unit that a row of weights enters (an LSTM's: two), and time per
+      step in chunks about that of BPTT.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> model = sg.Model(sg.cells.lstm(2, 4), sg.heads.softmax(3))
+      >>> params = model.init(jax.random.key(0))
+      >>> est = sg.snap(model)
+      >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
+      >>> grads, state, info = est.update(params, est.init(params), chunk, None)
+      >>> state.memory["w"].shape
+      (2, 16, 7)
+
+    References:
+      Menick, Elsen, Evci, Osindero, Simonyan and Graves, A practical sparse approximation for real time recurrent
+      learning, 2020.
+    """
+    find_cut(model, "preactivation")
+    check_size(order=order)
+    check_choice("inside", inside, ("steps", "backprop"))
+    check_choice("form", form, ("chunks", "steps"))
+    local = find_local(model, order)
+    if form == "chunks" and local is not None:
+        return estimator(model, chunkwise(model, local_influence(local, inside), walk_through=local_walk(local, inside)))
+    if inside == "backprop":
+        raise ValueError(
+            "snap(inside='backprop') needs the form 'chunks', and a cell in which each row of weights enters few units "
+            "and no preactivation is made of another one."
+        )
+    return online(model, _stepwise(model, _mask(model, order)))
+
+
+def _mask(model: Model, order: int) -> Reach:
+    """The entries that are kept, with a colour for every unit, since whole Jacobians are at hand."""
+    pattern = find_pattern(model)
+    if pattern is None:
+        raise ValueError(
+            "snap asks where the derivatives of the cell's step can be non-zero, which is not known of a cell that "
+            "does not say what its input is, or cannot be differentiated forwards: give it an example_input."
+        )
+    rows = cuts.layout(model.cell, model.cell.cuts["preactivation"]).rows
+    return shape_of(reached_within(pattern, order), pattern.state, rows)
+
+
+def _stepwise(model: Model, reach: Reach) -> Influence:
+    """M masked at every step, from whole Jacobians."""
+    vertex = model.cell.cuts["preactivation"]
+    layout = cuts.layout(model.cell, vertex)
+
+    def init(params: PyTree, state: PyTree) -> PyTree:
+        del state
+        return shaped.zeros(reach, params)
+
+    def advance(
+        shared: PyTree, memory: PyTree, step: Step, noise: PyTree, dl_dstate: Array
+    ) -> tuple[PyTree, dict[str, Array]]:
+        del shared, noise, dl_dstate
+        dtype = real_dtype(step.state)
+        jacobian = jax.vmap(step.propagate)(jnp.eye(layout.state_size, dtype=dtype)).T
+        pushed = jax.vmap(step.push)(jnp.eye(layout.size, dtype=dtype)).T  # dh_t/dz_t
+        entries = shaped.pick(reach, jax.tree.map(lambda leaf: leaf[None, None], jax.vmap(step.unravel)(pushed)))
+        one = jax.tree.map(lambda leaf: leaf[None], memory)
+        moved = jax.tree.map(lambda leaf: leaf[0], shaped.move(reach, jacobian[None], one))
+        return jax.tree.map(lambda m, i, a: m + i[0, 0][:, :, None] * a, moved, entries, step.features), {}
+
+    def contract(before: PyTree, after: PyTree, step: Step, dl_dstate: Float[Array, " S"]) -> PyTree:
+        del before, step
+        return shaped.contract(reach, dl_dstate[None], jax.tree.map(lambda leaf: leaf[None], after))
+
+    return Influence(vertex, init, advance, contract)
