@@ -24,7 +24,22 @@ from streamgrad.base import (
 )
 from streamgrad.engine.stepwise import online
 from streamgrad.engine.streams import batched
-from streamgrad.estimators import bptt, nobacktrack, ok, preuoro, reinforce, rtrl, spatial_rtrl, tbptt, uoro
+from streamgrad.estimators import (
+    bptt,
+    eprop,
+    immediate,
+    local_rtrl,
+    nobacktrack,
+    ok,
+    preuoro,
+    reinforce,
+    rflo,
+    rtrl,
+    snap,
+    spatial_rtrl,
+    tbptt,
+    uoro,
+)
 from streamgrad.noise.settings import with_noise
 from streamgrad.step import cuts
 
@@ -46,15 +61,20 @@ __all__ = [
     "carried",
     "cells",
     "cuts",
+    "eprop",
     "estimators",
     "heads",
+    "immediate",
+    "local_rtrl",
     "nobacktrack",
     "noise",
     "ok",
     "online",
     "preuoro",
     "reinforce",
+    "rflo",
     "rtrl",
+    "snap",
     "spatial_rtrl",
     "tbptt",
     "uoro",

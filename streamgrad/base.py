@@ -74,6 +74,8 @@ class Cell(NamedTuple):
         inputs of a chunk. It is called with numpy arrays, and only where they can be read at no cost.
       worked: the same transition as the estimators see it, for a cell whose parameters or state are of another kind
         than theirs. Its cuts are then over that form.
+      layers: of a stack the cells it is made of, from the bottom to the top, each of which reads the output of the one
+        below at the same step; else empty.
     """
 
     init_params: Callable[[Array], PyTree]
@@ -84,6 +86,7 @@ class Cell(NamedTuple):
     example_input: PyTree | None = None
     check_values: Callable[[PyTree], None] = lambda inputs: None
     worked: "Worked | None" = None
+    layers: "tuple[Cell, ...]" = ()
 
 
 class Worked(NamedTuple):

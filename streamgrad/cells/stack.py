@@ -82,6 +82,7 @@ def stack(*cells: Cell) -> Cell:
         cuts=cuts,
         example_input=cells[0].example_input,
         check_values=cells[0].check_values,
+        layers=cells,
     )
 
 

@@ -5,15 +5,18 @@ import jax.numpy as jnp
 from streamgrad._typing import Array
 from streamgrad.base import Cell
 from streamgrad.cells.affine import Affine, affine, init_weights, reads_vector
-from streamgrad.checks import check_size
+from streamgrad.checks import check_number, check_size
 
 
-def vanilla(n_in: int, n_hidden: int) -> Cell:
+def vanilla(n_in: int, n_hidden: int, leak: float = 1.0) -> Cell:
     """A network with one tanh layer: h_t = tanh(W a_t) with a_t = (h_{t-1}, x_t, 1) (Equation 1).
+
+    With a leak α, h_t = (1 - α) h_{t-1} + α tanh(W a_t): a leaky rate network.
 
     Args:
       n_in: size of x.
       n_hidden: H, size of the state.
+      leak: α, above 0 and at most 1.
 
     Returns:
       A cell with parameters `{"w": [H, H + n_in + 1]}` and a vector `[H]` as its state.
@@ -25,9 +28,13 @@ def vanilla(n_in: int, n_hidden: int) -> Cell:
       [0.0, 0.0, 0.0]
     """
     check_size(n_in=n_in, n_hidden=n_hidden)
+    check_number(leak=leak)
+    if not 0 < leak <= 1:
+        raise ValueError(f"leak must be above 0 and at most 1, not {leak}.")
 
     def step(affine: Affine, state: Array, x: Array) -> Array:
-        return jnp.tanh(affine("w", state, x, 1))
+        new = jnp.tanh(affine("w", state, x, 1))
+        return new if leak == 1 else (1 - leak) * state + leak * new
 
     cell = affine(
         step,

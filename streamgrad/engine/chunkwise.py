@@ -29,14 +29,14 @@ class Crossing(NamedTuple):
     """What a chunk does to what lies before it, for b streams.
 
     Attributes:
-      back: v Φ for each vector v that was asked for.
+      back: v Φ for each vector v that was asked for, `[b, R, S]`; or what `Across.advance` makes of it.
       pulled: v Σ_s G_s J_s for each of them, leaves `[b, R, *shape]`. At preactivations it may come in factors,
         `left[K, b, R, rows]` and `right[K, b, A]` of each weight matrix, time first as the reverse pass writes them.
       tangents: Φ h̃ for each tangent that was sent along, or None.
       reset: whether an episode has begun inside the chunk, or None where none can have; then Φ is zero.
     """
 
-    back: Float[Array, "b R S"]
+    back: PyTree
     pulled: PyTree
     tangents: Float[Array, "b r S"] | None
     reset: Bool[Array, " b"] | None
@@ -52,7 +52,7 @@ class Across(NamedTuple):
       asks: `asks(memory, noise) -> [R, S]`, the vectors that the reverse pass takes along from the chunk's end.
       advance: `advance(shared, memory, noise, crossing) -> (memory, diagnostics)`, from chunk to chunk.
       older: `older(shared, memory, dl_dstart[b, S]) -> (grads, shared)`, the mean of (dL_chunk/dh_0) M_0 over b
-        streams, and what they share afterwards.
+        streams, and what they share afterwards. None for a method that gives no credit to what lies before the chunk.
       tangents: `tangents(memory) -> [r, S]`, what the forward pass takes along; None for nothing.
       draw: `draw(key, length, dtype) -> noise`, for a chunk of so many steps.
       shared: `shared(params) -> shared`, what all streams have in common.
@@ -64,7 +64,7 @@ class Across(NamedTuple):
     init: Callable[[PyTree, PyTree], PyTree]
     asks: Callable[[PyTree, PyTree], Float[Array, "R S"]]
     advance: Callable[[PyTree, PyTree, PyTree, Crossing], tuple[PyTree, dict[str, Array]]]
-    older: Callable[[PyTree, PyTree, Float[Array, "b S"]], tuple[PyTree, PyTree]]
+    older: Callable[[PyTree, PyTree, Float[Array, "b S"]], tuple[PyTree, PyTree]] | None
     tangents: Callable[[PyTree], Float[Array, "r S"]] | None = None
     draw: Callable[[Any, int, Any], PyTree] = lambda key, length, dtype: None
     shared: Callable[[PyTree], PyTree] = lambda params: ()
@@ -130,10 +130,12 @@ def chunkwise(
 
         block = across.block(params.cell, length) if across.block else length
         found = (walk_through or walk)(model, params, across, start, state.memory, noise, by_time, block)
-        few = jax.tree.map(lambda leaf: leaf[:watched], found.dl_dstart)
-        older, shared = across.older(state.shared, state.memory, few)
-        # The mean over the watched streams stands for all: streams are exchangeable.
-        cell = jax.tree.map(lambda inside, older: inside + streams * older, found.inside, older)
+        cell, shared = found.inside, state.shared
+        if across.older is not None:
+            few = jax.tree.map(lambda leaf: leaf[:watched], found.dl_dstart)
+            older, shared = across.older(shared, state.memory, few)
+            # The mean over the watched streams stands for all: streams are exchangeable.
+            cell = jax.tree.map(lambda inside, older: inside + streams * older, cell, older)
         # Once the older credit is read, the memory may be written over; else the compiler keeps a copy of all of it.
         cell, before = jax.lax.optimization_barrier((cell, state.memory))
         memory, diagnostics = across.advance(shared, before, noise, found.crossing)

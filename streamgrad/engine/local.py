@@ -9,6 +9,7 @@ C_t = C_{t+1} D_{t+1} from C_K = 1 in place of e gives M_K. Nothing of the size 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def local_influence(local: Local, inside: str) -> Across:
 
     Args:
       local: which units.
-      inside: "local" for the recursion at every step, "backprop" for backpropagation inside the chunk.
+      inside: "steps" for the recursion at every step, "backprop" for backpropagation inside the chunk.
 
     Returns:
       The influence, for `chunkwise` with `local_walk`.
@@ -123,9 +124,7 @@ def _both(whole: Linear, few: Linear) -> Callable:
     return take
 
 
-def _between(
-    reach: shaped.Reach, maps: Linear, kept: PyTree, reset: Array | None, dtype: type
-) -> tuple[PyTree, PyTree]:
+def _between(reach: shaped.Reach, maps: Linear, kept: PyTree, reset: Array | None, dtype: Any) -> tuple[PyTree, PyTree]:
     """D_t and I_t between the units of each row, for all steps at once: `[K, B, p, q, rows]` and `[K, B, p, rows]`."""
     vectors = shaped.colour_vectors(reach, dtype)
     of_steps = jax.vmap(jax.vmap(jax.vmap(maps.pull, in_axes=(None, 0)), in_axes=(0, None)), in_axes=(0, None))

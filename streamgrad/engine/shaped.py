@@ -144,4 +144,6 @@ def _take_each(array: Array, index: np.ndarray, axis: int = 2) -> Array:
 
 def _masked(array: Array, allowed: np.ndarray) -> Array:
     """Zero where nothing can be."""
-    return array if allowed.all() else jnp.where(allowed, array, 0)
+    if allowed.all():
+        return array
+    return jnp.where(allowed.reshape((1,) * (array.ndim - allowed.ndim) + allowed.shape), array, 0)

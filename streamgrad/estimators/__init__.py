@@ -1,12 +1,17 @@
 """Gradient estimators: one published algorithm per file, and the registry of what they promise."""
 
 from streamgrad.estimators.bptt import bptt
+from streamgrad.estimators.eprop import eprop
+from streamgrad.estimators.immediate import immediate
+from streamgrad.estimators.local_rtrl import local_rtrl
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
 from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.registry import REGISTRY, Row, find_estimator, markdown_table
 from streamgrad.estimators.reinforce import reinforce
+from streamgrad.estimators.rflo import rflo
 from streamgrad.estimators.rtrl import rtrl
+from streamgrad.estimators.snap import snap
 from streamgrad.estimators.spatial_rtrl import spatial_rtrl
 from streamgrad.estimators.tbptt import tbptt
 from streamgrad.estimators.uoro import uoro
@@ -15,13 +20,18 @@ __all__ = [
     "REGISTRY",
     "Row",
     "bptt",
+    "eprop",
     "find_estimator",
+    "immediate",
+    "local_rtrl",
     "markdown_table",
     "nobacktrack",
     "ok",
     "preuoro",
     "reinforce",
+    "rflo",
     "rtrl",
+    "snap",
     "spatial_rtrl",
     "tbptt",
     "uoro",

@@ -10,11 +10,16 @@ from typing import Any, Literal, NamedTuple
 from streamgrad.base import CUT_NAMES, GradientEstimator
 from streamgrad.checks import check_choice
 from streamgrad.estimators.bptt import bptt
+from streamgrad.estimators.eprop import eprop
+from streamgrad.estimators.immediate import immediate
+from streamgrad.estimators.local_rtrl import local_rtrl
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
 from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.reinforce import reinforce
+from streamgrad.estimators.rflo import rflo
 from streamgrad.estimators.rtrl import rtrl
+from streamgrad.estimators.snap import snap
 from streamgrad.estimators.spatial_rtrl import spatial_rtrl
 from streamgrad.estimators.tbptt import tbptt
 from streamgrad.estimators.uoro import uoro
@@ -63,8 +68,31 @@ ROWS = (
         (MappingProxyType({"window": 10}), MappingProxyType({"window": 8, "every": 4})),
     ),
     Row(
-        "rtrl", rtrl, "exact", "S P + S² P / K", "S P", (),
-        "backpropagation in the chunk, the whole Jacobian dh/dθ across chunks",
+        "immediate", immediate, "biased", "P", "0", (),
+        "the current step alone, with the state before it held fixed",
+    ),
+    Row(
+        "rtrl", rtrl, "exact", "S P + S² P / K; diagonal cells P", "S P; diagonal cells P", (),
+        "backpropagation in the chunk, dh/dθ across chunks, kept where it can be non-zero",
+    ),
+    Row(
+        "local_rtrl", local_rtrl, "biased", "as rtrl, by layers", "as rtrl, by layers", (),
+        "RTRL inside each layer of a stack, backpropagation across layers at the same step",
+    ),
+    Row(
+        "snap", snap, "biased", "P", "P", ("preactivation",),
+        "dh/dθ where `order=n` steps can reach; with n = 1 a unit's own weights",
+        variants=(MappingProxyType({"order": 2}), MappingProxyType({"inside": "backprop"})),
+    ),
+    Row(
+        "eprop", eprop, "biased", "P", "P", ("preactivation",),
+        "eligibility traces of what each unit does by itself, and a learning signal",
+        variants=(MappingProxyType({"feedback": "random"}),),
+    ),
+    Row(
+        "rflo", rflo, "biased", "P", "P", ("preactivation",),
+        "one trace for each weight, which leaks as its unit does, and random feedback",
+        variants=(MappingProxyType({"feedback": "symmetric"}),),
     ),
     Row(
         "ok", ok, "unbiased", "S P", "r (S N + A)", ("preactivation",),

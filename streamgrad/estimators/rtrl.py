@@ -60,9 +60,13 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
     check_choice("form", form, ("chunks", "steps"))
     if form == "steps":
         return online(model, _stepwise(model))
+    return estimator(model, chunkwise(model, find_across(model)))
+
+
+def find_across(model: Model) -> Across:
+    """M across chunks, in the shape that it has for this model's cell."""
     pattern = find_pattern(model)
-    across = _whole(model) if pattern is None else _in_shape(model, find_reach(pattern, _rows(model)))
-    return estimator(model, chunkwise(model, across))
+    return _whole(model) if pattern is None else _in_shape(find_reach(pattern, _rows(model)))
 
 
 def _rows(model: Model) -> tuple[int, ...]:
@@ -91,7 +95,7 @@ def _whole(model: Model) -> Across:
     return Across(empty_jacobian(state_size), asks, advance, older, block=block if factored else None)
 
 
-def _in_shape(model: Model, reach: Reach) -> Across:
+def _in_shape(reach: Reach) -> Across:
     """M where it can be non-zero: of a diagonal recurrence no more than a number or two for each parameter."""
 
     def init(params: PyTree, state: PyTree) -> PyTree:

@@ -24,9 +24,10 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
         M_t = mask ⊙ ((dh_t/dh_{t-1}) M_{t-1} + dh_t/dθ_t),    dL/dθ = Σ_t (dL_t/dh_t) M_t
 
     The mask is where the sum of n steps from M = 0 can be non-zero. It is found in the step
-    (`streamgrad.step.sparsity`): with n = 1 a weight influences the units that its preactivation enters. Where the
-    pattern is full, or the recurrence diagonal, this is `rtrl`; else it is biased, for the influence through other
-    units is left out.
+    (`streamgrad.step.sparsity`): with n = 1 a weight influences the units that its preactivation enters. Two
+    units that feed each other without weights, as both parts of a complex number do, count as one. Where the pattern is
+    full, or the recurrence diagonal, this is `rtrl`; else it is biased, for the influence through other units is left
+    out.
 
     Args:
       model: the model whose gradients are estimated; its cell must have the cut "preactivation".
@@ -61,7 +62,9 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
     check_choice("form", form, ("chunks", "steps"))
     local = find_local(model, order)
     if form == "chunks" and local is not None:
-        return estimator(model, chunkwise(model, local_influence(local, inside), walk_through=local_walk(local, inside)))
+        return estimator(
+            model, chunkwise(model, local_influence(local, inside), walk_through=local_walk(local, inside))
+        )
     if inside == "backprop":
         raise ValueError(
             "snap(inside='backprop') needs the form 'chunks', and a cell in which each row of weights enters few units "
@@ -72,14 +75,14 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
 
 def _mask(model: Model, order: int) -> Reach:
     """The entries that are kept, with a colour for every unit, since whole Jacobians are at hand."""
-    pattern = find_pattern(model)
-    if pattern is None:
+    pattern, still = find_pattern(model), find_pattern(model, still=True)
+    if pattern is None or still is None:
         raise ValueError(
             "snap asks where the derivatives of the cell's step can be non-zero, which is not known of a cell that "
             "does not say what its input is, or cannot be differentiated forwards: give it an example_input."
         )
     rows = cuts.layout(model.cell, model.cell.cuts["preactivation"]).rows
-    return shape_of(reached_within(pattern, order), pattern.state, rows)
+    return shape_of(reached_within(pattern, still, order), pattern.state, rows)
 
 
 def _stepwise(model: Model, reach: Reach) -> Influence:
@@ -101,7 +104,7 @@ def _stepwise(model: Model, reach: Reach) -> Influence:
         entries = shaped.pick(reach, jax.tree.map(lambda leaf: leaf[None, None], jax.vmap(step.unravel)(pushed)))
         one = jax.tree.map(lambda leaf: leaf[None], memory)
         moved = jax.tree.map(lambda leaf: leaf[0], shaped.move(reach, jacobian[None], one))
-        return jax.tree.map(lambda m, i, a: m + i[0, 0][:, :, None] * a, moved, entries, step.features), {}
+        return jax.tree.map(lambda m, i, a: m + i[0, 0][:, :, None] * a[None, None], moved, entries, step.features), {}
 
     def contract(before: PyTree, after: PyTree, step: Step, dl_dstate: Float[Array, " S"]) -> PyTree:
         del before, step

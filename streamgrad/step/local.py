@@ -46,7 +46,7 @@ def find_local(model: Model, order: int) -> Local | None:
     pattern, still, features = find_pattern(model), find_pattern(model, still=True), feature_pattern(model)
     if pattern is None or still is None or features is None:
         return None
-    reached = reached_within(pattern, order)
+    reached = reached_within(pattern, still, order)
     if reached.sum(axis=0).max(initial=0) > WIDEST:
         return None
     wanted = compose(reached, reached.T)  # units of the same row
@@ -82,15 +82,22 @@ def find_still(model: Model) -> Local | None:
     return Local(_reach(model, reached, still), [np.zeros((0, size), int) for size in _rows(model)])
 
 
-def reached_within(pattern: Pattern, order: int) -> Bool[np.ndarray, "S N"]:
-    """The units that a preactivation reaches within so many steps, its own the first."""
+def reached_within(pattern: Pattern, still: Pattern, order: int) -> Bool[np.ndarray, "S N"]:
+    """The units that a preactivation reaches within so many steps, its own the first.
+
+    Two units that feed each other without weights, and no third with them, count as one: both parts of a complex
+    number, the spikes of a neuron and its threshold.
+    """
     reached = pattern.cut
     for _ in range(order - 1):
         new = reached | compose(pattern.state, reached)
         if np.array_equal(new, reached):
             break
         reached = new
-    return reached
+    after = closure(still.state, np.eye(len(reached), dtype=bool))
+    mutual = after & after.T
+    pairs = mutual & (mutual.sum(axis=1) == 2)[:, None]
+    return reached | compose(pairs, reached)
 
 
 def _rows(model: Model) -> tuple[int, ...]:
@@ -98,8 +105,8 @@ def _rows(model: Model) -> tuple[int, ...]:
 
 
 def _reach(model: Model, reached: Bool[np.ndarray, "S N"], step: Pattern) -> Reach:
-    """Tables of what rows reach, with colours for the pattern of one step."""
-    colours = colour(np.concatenate([step.state, step.cut], axis=1), np.ones(len(reached), bool))
+    """Tables of what rows reach, with colours for one step; units of a row differ in colour, too."""
+    colours = colour(np.concatenate([step.state, reached], axis=1), np.ones(len(reached), bool))
     leaves = []
     for part in np.split(reached, np.cumsum(_rows(model))[:-1], axis=1):
         own = own_units(part, colours)

@@ -81,9 +81,7 @@ def find_reach(pattern: Pattern, rows: Sequence[int]) -> Reach:
     return Reach(leaves, colours, int(colours.max(initial=-1)) + 1, moves)
 
 
-def shape_of(
-    reached: Bool[np.ndarray, "S N"], state: Bool[np.ndarray, "S S"], rows: Sequence[int]
-) -> Reach:
+def shape_of(reached: Bool[np.ndarray, "S N"], state: Bool[np.ndarray, "S S"], rows: Sequence[int]) -> Reach:
     """The shape of an influence of given entries, advanced by whole Jacobians: every unit has a colour of its own."""
     colours = np.arange(len(state))
     parts = np.split(reached, np.cumsum(rows)[:-1], axis=1)
@@ -100,8 +98,8 @@ def closure(state: Bool[np.ndarray, "S S"], start: Bool[np.ndarray, "S n"]) -> B
         found = new
 
 
-def compose(state: Bool[np.ndarray, "S S"], before: Bool[np.ndarray, "S n"]) -> Bool[np.ndarray, "S n"]:
-    """What is reached one step after `before`; a product of patterns."""
+def compose(state: Bool[np.ndarray, "m S"], before: Bool[np.ndarray, "S n"]) -> Bool[np.ndarray, "m n"]:
+    """What is reached one step after `before`: the product of two patterns."""
     bits = np.packbits(before, axis=1)
     found = np.zeros((len(state), bits.shape[1]), np.uint8)
     known: dict[bytes, np.ndarray] = {}  # rows of a dense pattern are all the same

@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from tests.reference import local
 from tests.reference.unrolled import gradients, jacobians, linearised, losses, resets
+
+eprop, immediate, local_rtrl, rflo, snap = local.eprop, local.immediate, local.local_rtrl, local.rflo, local.snap
 
 
 def tbptt(model, params, chunk, window, every=1):

@@ -1,0 +1,186 @@
+"""Methods that keep a part of dh/dθ: each is its textbook recursion, on every cell that it is made for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import streamgrad as sg
+from tests.reference import local as oracle
+from tests.tools import bptt, error, made, make_chunk, make_params, one_sentence, run, split
+
+CELLS = {
+    "vanilla": sg.cells.vanilla(2, 3),
+    "leaky": sg.cells.vanilla(2, 3, leak=0.3),
+    "lstm": sg.cells.lstm(2, 3),
+    "gru": sg.cells.gru(2, 3),
+    "lif": sg.cells.lif(2, 3),
+    "adaptive lif": sg.cells.lif(2, 3, beta=0.5),
+    "lru": sg.cells.lru(2, 3),
+    "rtu": sg.cells.rtu(2, 3, activation="tanh"),
+    "elstm": sg.cells.elstm(2, 3),
+    "mingru": sg.cells.mingru(2, 3),
+    "stack": sg.cells.stack(sg.cells.vanilla(2, 3), sg.cells.lstm(3, 2)),
+    "lrus": sg.cells.stack(sg.cells.lru(2, 2, 3), sg.cells.lru(3, 2, 2), sg.cells.lru(2, 2)),
+}
+# As the estimators see them, so that parameters are matrices in the textbooks too.
+MODELS = {name: sg.Model(cell, sg.heads.squared_error(2)).inner for name, cell in CELLS.items()}
+DIAGONAL = ("lru", "rtu", "elstm", "mingru")
+
+
+def setup(name, reset=(4,), length=9):
+    model = MODELS[name]
+    return model, make_params(model), make_chunk(model, length, reset=reset)
+
+
+def check(make, textbook, name, options, known=None, sizes=(3, 1, 5)):
+    model, params, chunk = setup(name)
+    got = run(made(make, model, **options), params, split(chunk, sizes))[0]
+    want = textbook(model, params, chunk, **(options if known is None else known))
+    assert error(got.cell, want) < 1e-10
+    assert error(got.head, bptt(model, params, chunk).head) < 1e-10
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_immediate(name):
+    check(sg.immediate, oracle.immediate, name, {})
+
+
+@pytest.mark.parametrize("name", ["vanilla", "lstm", "gru", "leaky", "adaptive lif", "stack", "elstm", "lru"])
+@pytest.mark.parametrize("form", ["chunks", "steps"])
+def test_snap(name, form):
+    check(sg.snap, oracle.snap, name, {"form": form}, {})
+
+
+@pytest.mark.parametrize("name", ["vanilla", "lstm"])
+def test_snap_of_a_full_pattern_is_rtrl(name):
+    model, params, chunk = setup(name)
+    want = bptt(model, params, chunk)
+    assert error(run(sg.snap(model), params, [chunk])[0], want) > 1e-3
+    for form in ("chunks", "steps"):
+        got = run(sg.snap(model, order=2, form=form), params, split(chunk, (4, 5)))[0]
+        assert error(got, want) < 1e-10
+
+
+@pytest.mark.parametrize("name", DIAGONAL)
+def test_snap_of_a_diagonal_cell_is_rtrl(name):
+    model, params, chunk = setup(name)
+    got = run(sg.snap(model), params, split(chunk, (4, 5)))[0]
+    assert error(got, bptt(model, params, chunk)) < 1e-10
+
+
+def lattice(size):
+    """Units that hear their neighbours alone: far fewer than there are."""
+
+    def step(affine, state, x):
+        left, right = jnp.roll(state, 1), jnp.roll(state, -1)
+        drive = affine("w", x, 1)
+        return jnp.tanh(affine("own") * state + affine("left") * left + affine("right") * right + drive)
+
+    def init(key):
+        keys = jax.random.split(key, 4)
+        shapes = {"w": (size, 3), "own": (size,), "left": (size,), "right": (size,)}
+        return {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+    return sg.cells.affine(step, init, lambda: jnp.zeros(size), example_input=jnp.zeros(2))
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("form", ["chunks", "steps"])
+def test_snap_of_higher_orders(order, form):
+    """On a ring of seven units SnAp-n keeps those n - 1 places away, and SnAp-4 all."""
+    model = sg.Model(lattice(7), sg.heads.squared_error(2)).inner
+    params, chunk = make_params(model), make_chunk(model, 6, reset=(3,))
+    est = sg.snap(model, order=order, form=form)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(est.init(params).memory)} == {2 * order - 1}
+    got = run(est, params, split(chunk, (4, 2)))[0]
+    assert error(got.cell, oracle.snap(model, params, chunk, order)) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["vanilla", "lstm", "adaptive lif"])
+def test_snap_across_chunks_is_exact_inside_them(name):
+    """The influence is SnAp's, and losses reach it by backpropagation: (dL_chunk/dh_0) M_0 with M_0 of the textbook."""
+    model, params, chunk = setup(name, reset=None)
+    est = sg.snap(model, inside="backprop")
+    assert error(run(est, params, [chunk])[0], bptt(model, params, chunk)) < 1e-10
+    by_steps = run(est, params, split(chunk, (1,) * 9))[0]
+    mask, M, total = oracle.mask_of(model, 1), 0.0, 0.0
+    for s in oracle.jacobians(model, params, chunk, "state"):
+        total = total + s["dl_dh"] @ (s["propagate"] @ M + s["pull"]) if not np.isscalar(M) else s["dl_dh"] @ s["pull"]
+        M = mask * (s["propagate"] @ M + s["pull"] if not np.isscalar(M) else s["pull"])
+    assert error(by_steps.cell, oracle.like(params, total)) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["vanilla", "leaky", "lstm", "gru", "lif", "adaptive lif", "lru", "rtu", "mingru"])
+@pytest.mark.parametrize("feedback", ["symmetric", "random"])
+def test_eprop(name, feedback):
+    check(sg.eprop, oracle.eprop, name, {"feedback": feedback, "seed": 3})
+
+
+def test_eprop_of_an_lstm_keeps_its_forget_gate():
+    """It is not the current step alone, and not all of RTRL."""
+    model, params, chunk = setup("lstm")
+    got = run(sg.eprop(model), params, [chunk])[0]
+    assert error(got, run(sg.immediate(model), params, [chunk])[0]) > 1e-3
+    assert error(got, bptt(model, params, chunk)) > 1e-3
+
+
+@pytest.mark.parametrize("name, leak", [("vanilla", 1.0), ("leaky", 0.3)])
+@pytest.mark.parametrize("feedback", ["symmetric", "random"])
+def test_rflo(name, leak, feedback):
+    check(sg.rflo, oracle.rflo, name, {"feedback": feedback}, {"feedback": feedback, "leak": leak})
+
+
+@pytest.mark.parametrize("name", ["vanilla", "stack", "lrus"])
+def test_local_rtrl(name):
+    check(sg.local_rtrl, oracle.local_rtrl, name, {})
+
+
+def test_local_rtrl_is_biased_for_two_layers_alone():
+    model, params, chunk = setup("lrus")
+    got, want = run(sg.local_rtrl(model), params, [chunk])[0], bptt(model, params, chunk)
+    assert error(got.cell[2], want.cell[2]) < 1e-10  # the top layer
+    assert error(got.cell[0], want.cell[0]) > 1e-3
+    assert error(run(sg.rtrl(model), params, split(chunk, (4, 5)))[0], want) < 1e-10
+
+
+@pytest.mark.parametrize("make", [sg.immediate, sg.snap, sg.eprop, sg.rflo, sg.local_rtrl, sg.rtrl])
+@pytest.mark.parametrize("name", ["leaky", "lrus"])
+def test_batched(make, name):
+    """The mean of the streams' gradients, over several chunks with resets of their own."""
+    if name == "lrus" and make in (sg.eprop, sg.rflo):
+        return  # which refuse stacks
+    model, params, _ = setup(name)
+    est = make(model)
+    many = sg.batched(est, 3)
+    chunks = [make_chunk(model, 4, seed=seed, reset=(seed,)) for seed in range(3)]
+    state, each = many.init(params), [est.init(params) for _ in chunks]
+    for _ in range(2):
+        together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
+        grads, state, _ = many.update(params, state, together, jax.random.key(0))
+        alone = [est.update(params, s, chunk, None) for s, chunk in zip(each, chunks, strict=True)]
+        each = [found[1] for found in alone]
+        want = jax.tree.map(lambda *leaves: sum(leaves) / 3, *[found[0] for found in alone])
+        assert error(grads, want) < 1e-10
+
+
+def test_refusals():
+    stack, lstm = MODELS["stack"], MODELS["lstm"]
+    odd = sg.Model(sg.cells.vanilla(2, 3), sg.heads.from_function(lambda key: jnp.ones(3), lambda p, y, t: p @ y))
+    plain = sg.cells.from_function(
+        lambda p, h, x: jnp.tanh(p * h + x), lambda key: jnp.ones(2), lambda: jnp.zeros(2), products=False
+    )
+    for make, named in (
+        (lambda: sg.eprop(stack), "eprop"),
+        (lambda: sg.rflo(lstm), "eprop"),
+        (lambda: sg.rflo(odd), "head"),
+        (lambda: sg.eprop(lstm, feedback="wrong"), "feedback"),
+        (lambda: sg.eprop(lstm, seed=-1), "seed"),
+        (lambda: sg.snap(lstm, order=0), "order"),
+        (lambda: sg.snap(stack, inside="backprop"), "inside"),
+        (lambda: sg.snap(sg.Model(plain, sg.heads.squared_error(2))), "preactivation"),
+        (lambda: sg.cells.vanilla(2, 3, leak=0.0), "leak"),
+    ):
+        with pytest.raises(ValueError, match=named) as found:
+            make()
+        assert one_sentence(found)
