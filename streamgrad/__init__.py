@@ -24,7 +24,7 @@ from streamgrad.base import (
 )
 from streamgrad.engine.stepwise import online
 from streamgrad.engine.streams import batched
-from streamgrad.estimators import bptt, nobacktrack, ok, preuoro, reinforce, rtrl, spatial_rtrl, tbptt, uoro
+from streamgrad.estimators import artbp, bptt, nobacktrack, ok, preuoro, reinforce, rtrl, spatial_rtrl, tbptt, uoro
 from streamgrad.noise.settings import with_noise
 from streamgrad.step import cuts
 
@@ -41,6 +41,7 @@ __all__ = [
     "Info",
     "Model",
     "Params",
+    "artbp",
     "batched",
     "bptt",
     "carried",

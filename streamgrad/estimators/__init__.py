@@ -1,5 +1,6 @@
 """Gradient estimators: one published algorithm per file, and the registry of what they promise."""
 
+from streamgrad.estimators.artbp import artbp
 from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
@@ -14,6 +15,7 @@ from streamgrad.estimators.uoro import uoro
 __all__ = [
     "REGISTRY",
     "Row",
+    "artbp",
     "bptt",
     "find_estimator",
     "markdown_table",

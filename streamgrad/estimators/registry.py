@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from streamgrad.base import CUT_NAMES, GradientEstimator
 from streamgrad.checks import check_choice
+from streamgrad.estimators.artbp import artbp
 from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
@@ -61,6 +62,12 @@ ROWS = (
         "losses reach back `window` steps, also across chunks; `every=k` sends those of k steps back together",
         MappingProxyType({"window": 3}),
         (MappingProxyType({"window": 10}), MappingProxyType({"window": 8, "every": 4})),
+    ),
+    Row(
+        "artbp", artbp, "unbiased", "P + L P / K", "longest S", (),
+        "truncations at random, compensated, every `mean_length` = L steps in the mean; `longest` steps are kept",
+        MappingProxyType({"mean_length": 2, "tail": None, "longest": 64}),
+        (MappingProxyType({"mean_length": 16, "tail": None}), MappingProxyType({"mean_length": 16, "tail": 4})),
     ),
     Row(
         "rtrl", rtrl, "exact", "S P + S² P / K", "S P", (),

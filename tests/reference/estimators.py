@@ -73,6 +73,51 @@ def tbptt_stream(model, params, chunks, window, every=1, replay=False):
     return results, state
 
 
+def artbp(model, params, chunks, uniform, mean_length, tail, longest):
+    """Tallec and Ollivier 2017, Equation 11, loss by loss, with other parameters for each chunk.
+
+    All of the stream is remembered with its truncations, `uniform` below √3 (2 c_t - 1); c_t is constant, or that of
+    Equation 14. Credit passes through an old step as it is linearised at the state that it began with, by the
+    parameters of the chunk whose losses it comes from, and through no more than `longest` steps before that chunk.
+
+    Returns:
+      For each chunk the cell's gradient, ravelled; how many older steps its losses have reached; and the flow, summed
+      over the losses, that was cut though no truncation was drawn.
+    """
+    at = linearised(model.cell.cuts["state"], model.cell.output, model.head.loss)
+    before, inputs, factors, results = [], [], [], []  # of all steps so far
+    state, age = None, 0
+
+    def step(params, state, x, target):
+        here, new = at(params, state, x, target, np.zeros(ravel_pytree(state)[0].size))
+        return jax.tree.map(np.asarray, here), new
+
+    for theta, chunk, numbers in zip(params, chunks, uniform, strict=True):
+        first, dl_dh = len(before), []
+        for t, reset in enumerate(resets(chunk)):
+            x, target = jax.tree.map(lambda leaf, t=t: leaf[t], (chunk.inputs, chunk.targets))
+            before.append(model.init_state(theta) if reset or state is None else state)
+            inputs.append(x)
+            c = 1 / mean_length if tail is None else (tail - 1) / ((tail - 2) * mean_length + age)
+            over = reset or age == 0 or numbers[t] < np.sqrt(3) * (2 * c - 1)
+            factors.append(0.0 if over else 1 / (1 - c))
+            age = 1 if over else age + 1
+            here, state = step(theta, before[-1], x, target)
+            dl_dh.append(here["dl_dh"])
+        total, beyond, oldest = 0.0, np.zeros_like(dl_dh[0]), len(before)
+        for t in range(first, len(before)):
+            back = dl_dh[t - first]
+            for s in range(t, first - longest - 1, -1):
+                here, _ = step(theta, before[s], inputs[s], chunk.targets[0])
+                total, oldest = total + back @ here["pull"], min(oldest, s)
+                back = factors[s] * (back @ here["propagate"])
+                if factors[s] == 0:
+                    break
+            beyond = beyond + back
+        results.append((total, max(0, first - oldest), beyond))
+    return results
+
+
 def rtrl(model, params, chunk, cut):
     """Equation 4: M_t = (dh_t/dh_{t-1}) M_{t-1} + dh_t/dθ_t; dL/dθ = Σ_t (dL_t/dh_t) M_t."""
     total = M = 0.0
