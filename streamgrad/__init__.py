@@ -24,7 +24,7 @@ from streamgrad.base import (
 )
 from streamgrad.engine.stepwise import online
 from streamgrad.engine.streams import batched
-from streamgrad.estimators import artbp, bptt, nobacktrack, ok, preuoro, reinforce, rtrl, spatial_rtrl, tbptt, uoro
+from streamgrad.estimators import artbp, bptt, dni, nobacktrack, ok, preuoro, reinforce, rtrl, spatial_rtrl, tbptt, uoro
 from streamgrad.noise.settings import with_noise
 from streamgrad.step import cuts
 
@@ -47,6 +47,7 @@ __all__ = [
     "carried",
     "cells",
     "cuts",
+    "dni",
     "estimators",
     "heads",
     "nobacktrack",

@@ -2,6 +2,7 @@
 
 from streamgrad.estimators.artbp import artbp
 from streamgrad.estimators.bptt import bptt
+from streamgrad.estimators.dni import dni
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
 from streamgrad.estimators.preuoro import preuoro
@@ -17,6 +18,7 @@ __all__ = [
     "Row",
     "artbp",
     "bptt",
+    "dni",
     "find_estimator",
     "markdown_table",
     "nobacktrack",

@@ -12,11 +12,10 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model, check_number, check_size, leading_length
-from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, sum_over_streams
+from streamgrad.engine.estimator import Algorithm, Outcome, estimator, sum_over_streams
+from streamgrad.engine.flow import Flow, scaled, through
 from streamgrad.engine.stored import as_stored, latest, no_inputs
-from streamgrad.engine.unroll import unroll
 from streamgrad.noise.sources import Noise, find_noise
-from streamgrad.step.linear import Linear, linear
 from streamgrad.step.weights import Outer, sum_outer, zero_rows
 
 
@@ -160,44 +159,21 @@ class _Random:
         """A chunk: forward, back with the losses, and on through stored steps as far as the flow goes."""
         length, past = leading_length(chunk, "time"), state.memory
         inputs = as_stored(params, past.inputs, chunk.inputs)
-        start, unravel = ravel_pytree(state.cell)
-        fresh = ravel_pytree(self.model.init_state(params))[0]
-        uniform = self.source.draw(key, (length,), start.dtype)
+        uniform = self.source.draw(key, (length,), past.states.dtype)
         age, (factors, truncated) = jax.lax.scan(self._truncate, past.age, (uniform, chunk.reset))
-
-        maps = linear(self.model.cell, params.cell, state.cell, jax.tree.map(lambda leaf: leaf[0], inputs))
-
-        def forward(vector: Array, now: tuple) -> tuple[Array, tuple]:
-            x, reset = now
-            before = restart(reset, fresh, vector)
-            new, kept, features = maps.take(before, x)
-            return new, (before, new, kept, features)
-
-        end, (before, after, kept, features) = jax.lax.scan(forward, start, (inputs, chunk.reset), unroll=unroll())
-        states = jax.vmap(unravel)(after)
-        loss, head, dl_dstate = self.model.read_out_chunk(params.head, states, chunk.targets)
-
-        def back(flow: Array, now: tuple) -> tuple[Array, PyTree]:
-            kept, dl_dstate, factor = now
-            flow, here = maps.pull(kept, flow + dl_dstate)
-            return _scaled(factor, flow), here
-
-        flow, here = jax.lax.scan(back, jnp.zeros_like(end), (kept, dl_dstate, factors), reverse=True, unroll=unroll())
+        flow = through(self.model, params, state.cell, chunk._replace(inputs=inputs), factors)
         reach = _reach(factors[0], past.factors)
-        beyond, older = _walk_back(maps, params, past, flow, reach, features is not None)
-        if features is None:
-            cell = jax.tree.map(lambda here, older: jnp.sum(here, axis=0) + older, here, older)
-        else:
-            cell = [Outer(here, features), older]
+        beyond, cell = _walk_back(flow, params, past, reach)
         memory = Kept(
-            latest(past.states, before),
+            latest(past.states, flow.before),
             jax.tree.map(latest, past.inputs, inputs),
             latest(past.factors, factors),
             age,
         )
         told = {"truncated": truncated, "reach": reach[None], "cut": jnp.linalg.norm(beyond)[None]}
-        outputs = jax.vmap(self.model.cell.output)(states)
-        return Outcome(Params(cell, head), EstimatorState(unravel(end), memory, ()), Info(loss, told), outputs=outputs)
+        new = EstimatorState(jax.tree.map(lambda leaf: leaf[-1], flow.states), memory, ())
+        outputs = jax.vmap(self.model.cell.output)(flow.states)
+        return Outcome(Params(cell, flow.head), new, Info(flow.loss, told), outputs=outputs)
 
     def _truncate(self, age: Int[Array, ""], now: tuple) -> tuple[Array, tuple[Array, Array]]:
         """δt after a step, the factor of the flow that leaves it backwards, and whether chance has truncated it."""
@@ -206,16 +182,11 @@ class _Random:
         if self.tail is None:
             c = jnp.full_like(uniform, 1 / self.mean_length)
         else:
-            # Above 1 for an age of 0 it may be, but there nothing is drawn.
+            # Where an episode begins nothing is drawn, and an age of 0 would do harm.
             c = (self.tail - 1) / ((self.tail - 2) * self.mean_length + jnp.maximum(age, 1).astype(uniform.dtype))
         truncated = (uniform < math.sqrt(3) * (2 * c - 1)) & ~begins
         over = truncated | begins
         return jnp.where(over, 1, age + 1), (jnp.where(over, 0, 1 / (1 - c)), truncated)
-
-
-def _scaled(factor: Float[Array, ""], flow: Float[Array, " S"]) -> Float[Array, " S"]:
-    """The flow times a factor; nothing at all where that is 0."""
-    return jnp.where(factor == 0, 0, factor * flow)
 
 
 def _reach(first: Float[Array, ""], factors: Float[Array, " W"]) -> Int[Array, ""]:
@@ -245,43 +216,42 @@ def _(axis_size: int, in_batched: list[bool], count: Array) -> tuple[Array, bool
     return _largest(jnp.max(count, axis=0)), False
 
 
-def _walk_back(
-    maps: Linear, params: Params, past: Kept, flow: Float[Array, " S"], reach: Int[Array, ""], outer: bool
-) -> tuple[Float[Array, " S"], PyTree]:
-    """The flow through stored steps, from the latest back.
+def _walk_back(inside: Flow, params: Params, past: Kept, reach: Int[Array, ""]) -> tuple[Float[Array, " S"], PyTree]:
+    """The flow on through stored steps, from the latest back.
 
     Args:
-      maps: the steps' linear maps.
+      inside: the flow in the chunk.
       params: the parameters.
       past: the stored steps.
-      flow: what leaves the chunk.
       reach: through how many of the steps it goes.
-      outer: whether gradients are outer products of displacements and features.
 
     Returns:
-      What would flow to steps that are not stored; and the cell's gradient, in factors if `outer`.
+      What would flow to steps that are not stored; and the cell's gradient in the chunk and before it, which is summed,
+      or in a list of two where it comes in factors.
     """
+    outer = inside.features is not None
 
     def step(index: Array, carry: tuple) -> tuple:
         flow, sums = carry
         at = len(past.factors) - 1 - index
         vector, x, factor = jax.tree.map(lambda leaf: leaf[at], (past.states, past.inputs, past.factors))
-        _, kept, features = maps.take(vector, x)
-        earlier, here = maps.pull(kept, flow)
+        _, kept, features = inside.maps.take(vector, x)
+        earlier, here = inside.maps.pull(kept, flow)
         if outer:
             new = Outer(here, features)
             sums = jax.tree.map(lambda sums, new: sums.at[at].set(new.astype(sums.dtype)), sums, new)
         else:
             sums = jax.tree.map(jnp.add, sums, here)
-        return _scaled(factor, earlier), sums
+        return scaled(factor, earlier), sums
 
     if outer:
         room = len(past.factors)
         features = jax.tree.map(lambda w: jnp.zeros((room, w.shape[1]), w.dtype), params.cell)
-        nothing = Outer(zero_rows(params.cell, room), features)
+        begin = Outer(zero_rows(params.cell, room), features)
     else:
-        nothing = jax.tree.map(jnp.zeros_like, params.cell)
-    return jax.lax.fori_loop(0, _largest(reach), step, (flow, nothing))
+        begin = inside.cell
+    beyond, sums = jax.lax.fori_loop(0, _largest(reach), step, (inside.back, begin))
+    return beyond, [Outer(inside.cell, inside.features), sums] if outer else sums
 
 
 def _sum_outer_products(summands: Params) -> Params:

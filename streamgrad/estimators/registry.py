@@ -11,6 +11,7 @@ from streamgrad.base import CUT_NAMES, GradientEstimator
 from streamgrad.checks import check_choice
 from streamgrad.estimators.artbp import artbp
 from streamgrad.estimators.bptt import bptt
+from streamgrad.estimators.dni import dni
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
 from streamgrad.estimators.preuoro import preuoro
@@ -39,6 +40,8 @@ class Row(NamedTuple):
       summary: one line.
       options: the default options.
       variants: other options worth comparing with them, one mapping for each.
+      learns: whether it learns, from losses, what its streams share: then a batch is more than the mean of its streams,
+        and it cannot `advance`.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Row(NamedTuple):
     summary: str
     options: Mapping[str, Any] = MappingProxyType({})
     variants: tuple[Mapping[str, Any], ...] = ()
+    learns: bool = False
 
 
 ROWS = (
@@ -68,6 +72,11 @@ ROWS = (
         "truncations at random, compensated, every `mean_length` = L steps in the mean; `longest` steps are kept",
         MappingProxyType({"mean_length": 2, "tail": None, "longest": 64}),
         (MappingProxyType({"mean_length": 16, "tail": None}), MappingProxyType({"mean_length": 16, "tail": 4})),
+    ),
+    Row(
+        "dni", dni, "biased", "P + S² / K", "S²", (),
+        "backpropagation in the chunk, and a learnt prediction of the gradient that will come from beyond it",
+        learns=True,
     ),
     Row(
         "rtrl", rtrl, "exact", "S P + S² P / K", "S P", (),

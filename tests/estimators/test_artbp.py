@@ -52,9 +52,7 @@ def mean_of(est, params, chunk, sizes, found, shares):
 
 
 @pytest.mark.parametrize("mean_length, tail", SCHEDULES)
-@pytest.mark.parametrize(
-    "sizes", [(1,) * 6, (2, 3, 1), pytest.param((6,), marks=slow), pytest.param((1, 5), marks=slow)]
-)
+@pytest.mark.parametrize("sizes", [(1,) * 6, (2, 3, 1), *(pytest.param(s, marks=slow) for s in ((6,), (1, 5)))])
 def test_unbiased(mean_length, tail, sizes):
     """The mean over all truncations, weighted by their probability, in any chunks, with a reset and without."""
     model = make_model("vanilla")

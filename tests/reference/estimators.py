@@ -118,6 +118,58 @@ def artbp(model, params, chunks, uniform, mean_length, tail, longest):
     return results
 
 
+def dni(model, params, chunk, sizes, learning_rate=0.1, discount=1.0):
+    """Synthetic gradients for one stream: the cell's gradient, summed over chunks of these sizes."""
+    grads, _ = dni_streams(model, params, [chunk], sizes, learning_rate, discount)
+    return ravel_pytree(params.cell)[1](jnp.asarray(sum(grads)))
+
+
+def dni_streams(model, params, streams, sizes, learning_rate=0.1, discount=1.0, features=lambda h: h):
+    """Czarnecki et al. 2017 for the state at the end of each chunk, which streams of one network learn together.
+
+    Chunk by chunk, loss by loss: to the credit for losses of the chunk comes that for s = λ A φ(h_K), held constant.
+    Then A φ(h_0) moves towards dL_chunk/dh_0 + s dh_K/dh_0.
+
+    Returns:
+      For each chunk the mean gradient of the cell, ravelled; and A after each.
+    """
+    every = [jacobians(model, params, stream, "state") for stream in streams]
+    states = []
+    for stream in streams:  # h_0, h_1, …, before any reset
+        at, state = linearised(model.cell.cuts["state"], model.cell.output, model.head.loss), model.init_state(params)
+        states.append([ravel_pytree(state)[0]])
+        for t, reset in enumerate(resets(stream)):
+            x, target = jax.tree.map(lambda leaf, t=t: leaf[t], (stream.inputs, stream.targets))
+            begin = model.init_state(params) if reset else state
+            state = at(params, begin, x, target, np.zeros(ravel_pytree(state)[0].size))[1]
+            states[-1].append(ravel_pytree(state)[0])
+
+    def described(h):
+        return np.append(np.asarray(features(h)), 1.0)
+
+    size = len(states[0][0])
+    A = np.zeros((size, len(described(states[0][0]))))
+    grads, learnt, first = [], [], 0
+    for length in sizes:
+        end, total, step, norm = first + length, 0.0, np.zeros_like(A), 0.0
+        for steps, h in zip(every, states, strict=True):
+            target = np.zeros(size)
+            flows = [(t, steps[t]["dl_dh"]) for t in range(first, end)]
+            flows.append((end - 1, discount * A @ described(h[end])))
+            for last, back in flows:
+                for s in range(last, first - 1, -1):
+                    total = total + back @ steps[s]["pull"]
+                    back = 0 * back if steps[s]["reset"] else back @ steps[s]["propagate"]
+                target = target + back
+            known = described(h[first])
+            step, norm = step + np.outer(A @ known - target, known), norm + known @ known
+        A = A - learning_rate * step / norm
+        grads.append(total / len(streams))
+        learnt.append(A)
+        first = end
+    return grads, learnt
+
+
 def rtrl(model, params, chunk, cut):
     """Equation 4: M_t = (dh_t/dh_{t-1}) M_{t-1} + dh_t/dθ_t; dL/dθ = Σ_t (dL_t/dh_t) M_t."""
     total = M = 0.0
