@@ -25,7 +25,9 @@ from streamgrad.base import (
 from streamgrad.engine.stepwise import online
 from streamgrad.engine.streams import batched
 from streamgrad.estimators import (
+    artbp,
     bptt,
+    dni,
     eprop,
     immediate,
     local_rtrl,
@@ -56,11 +58,13 @@ __all__ = [
     "Info",
     "Model",
     "Params",
+    "artbp",
     "batched",
     "bptt",
     "carried",
     "cells",
     "cuts",
+    "dni",
     "eprop",
     "estimators",
     "heads",

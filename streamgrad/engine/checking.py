@@ -67,8 +67,8 @@ def checks_of(
     def advance(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> None:
         if uses_loss:
             raise ValueError(
-                "this estimator looks at the losses while it moves on, as with rescale='greedy' or baseline='average', "
-                "so that it cannot advance before they are known: use update."
+                "this estimator looks at the losses while it moves on, as dni does, and others with rescale='greedy' "
+                "or baseline='average', so that it cannot advance before they are known: use update."
             )
         check_own(params, state)
         check(chunk, check_inputs(model.cell.example_input, chunk.inputs, chunk.reset), key)

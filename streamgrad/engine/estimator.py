@@ -45,14 +45,14 @@ class Outcome(NamedTuple):
       summands: what stands for the gradient until `Algorithm.total` has summed it over streams.
       state: for the next chunk.
       info: as in `GradientEstimator`.
-      seen: for `Algorithm.learn`; where nothing learns, the compiler drops it.
+      seen: for `Algorithm.learn`, a `Seen` or whatever it wants to know; where nothing learns, the compiler drops it.
       outputs: y_t, the cell's output at each step, for `advance`; elsewhere the compiler drops it.
     """
 
     summands: PyTree
     state: EstimatorState
     info: Info
-    seen: Seen | None = None
+    seen: PyTree = None
     outputs: Float[Array, "T width"] | None = None
 
 

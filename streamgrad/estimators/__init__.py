@@ -1,6 +1,8 @@
 """Gradient estimators: one published algorithm per file, and the registry of what they promise."""
 
+from streamgrad.estimators.artbp import artbp
 from streamgrad.estimators.bptt import bptt
+from streamgrad.estimators.dni import dni
 from streamgrad.estimators.eprop import eprop
 from streamgrad.estimators.immediate import immediate
 from streamgrad.estimators.local_rtrl import local_rtrl
@@ -19,7 +21,9 @@ from streamgrad.estimators.uoro import uoro
 __all__ = [
     "REGISTRY",
     "Row",
+    "artbp",
     "bptt",
+    "dni",
     "eprop",
     "find_estimator",
     "immediate",

@@ -68,8 +68,8 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
     terms = min(8, layout.state_size) if rank is None else rank
     check_size(rank=terms)
     check_at_most("rank", terms, layout.state_size, "the number of state units")
-    if source.name == "gaussian":
-        raise ValueError("ok mixes with random signs: noise must be 'rademacher' or 'given', not 'gaussian'.")
+    if source.name in ("gaussian", "uniform"):
+        raise ValueError(f"ok mixes with random signs: noise must be 'rademacher' or 'given', not {source.name!r}.")
 
     def init(params: PyTree, state: PyTree) -> OkMemory:
         del state

@@ -9,7 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 from streamgrad.base import CUT_NAMES, GradientEstimator
 from streamgrad.checks import check_choice
+from streamgrad.estimators.artbp import artbp
 from streamgrad.estimators.bptt import bptt
+from streamgrad.estimators.dni import dni
 from streamgrad.estimators.eprop import eprop
 from streamgrad.estimators.immediate import immediate
 from streamgrad.estimators.local_rtrl import local_rtrl
@@ -43,6 +45,8 @@ class Row(NamedTuple):
       summary: one line.
       options: the default options.
       variants: other options worth comparing with them, one mapping for each.
+      learns: whether it learns, from losses, what its streams share: then a batch is more than the mean of its streams,
+        and it cannot `advance`.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Row(NamedTuple):
     summary: str
     options: Mapping[str, Any] = MappingProxyType({})
     variants: tuple[Mapping[str, Any], ...] = ()
+    learns: bool = False
 
 
 ROWS = (
@@ -66,6 +71,17 @@ ROWS = (
         "losses reach back `window` steps, also across chunks; `every=k` sends those of k steps back together",
         MappingProxyType({"window": 3}),
         (MappingProxyType({"window": 10}), MappingProxyType({"window": 8, "every": 4})),
+    ),
+    Row(
+        "artbp", artbp, "unbiased", "P + L P / K", "longest S", (),
+        "truncations at random, compensated, every `mean_length` = L steps in the mean; `longest` steps are kept",
+        MappingProxyType({"mean_length": 2, "tail": None, "longest": 64}),
+        (MappingProxyType({"mean_length": 16, "tail": None}), MappingProxyType({"mean_length": 16, "tail": 4})),
+    ),
+    Row(
+        "dni", dni, "biased", "P + S² / K", "S²", (),
+        "backpropagation in the chunk, and a learnt prediction of the gradient that will come from beyond it",
+        learns=True,
     ),
     Row(
         "immediate", immediate, "biased", "P", "0", (),

@@ -10,9 +10,10 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Int, PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_flag, check_model, check_size, leading_length
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams
+from streamgrad.engine.stored import as_stored, latest, no_inputs
 from streamgrad.step.copies import in_copies
 from streamgrad.step.weights import Outer, sum_outer, zero_rows
 
@@ -141,10 +142,9 @@ class _Truncated:
         def repeated(leaf: Array) -> Array:
             return jnp.repeat(leaf[None], 1 if self.replay else self.kept, axis=0)
 
-        zeros = jax.tree.map(lambda x: jnp.zeros((self.kept, *x.shape), x.dtype), self.model.cell.example_input)
         past = Past(
             jax.tree.map(repeated, state),
-            _as_stored(params, zeros, zeros),
+            no_inputs(self.model, params, self.kept),
             jnp.ones(self.kept, bool),
             jnp.zeros((), jnp.int32),
         )
@@ -155,7 +155,7 @@ class _Truncated:
         del key
         length = leading_length(chunk, "time")
         if self.kept:
-            chunk = chunk._replace(inputs=_as_stored(params, state.memory.inputs, chunk.inputs))
+            chunk = chunk._replace(inputs=as_stored(params, state.memory.inputs, chunk.inputs))
         displaced = params.cell
         if self.outer:
             displaced = [zero_rows(params.cell, steps) for steps in (self.kept, length) if steps]
@@ -246,10 +246,10 @@ class _Truncated:
             source, oldest = (replayed, length) if length < self.kept else (states, length - self.kept)
             states = jax.tree.map(lambda leaf: leaf[oldest][None], source)
         else:
-            states = jax.tree.map(_latest, past.states, states)
-        inputs = jax.tree.map(_latest, past.inputs, inputs)
+            states = jax.tree.map(latest, past.states, states)
+        inputs = jax.tree.map(latest, past.inputs, inputs)
         assert begins is not None
-        return Past(states, inputs, _latest(past.begins, begins), jnp.minimum(past.steps + length, self.kept))
+        return Past(states, inputs, latest(past.begins, begins), jnp.minimum(past.steps + length, self.kept))
 
 
 class _Now(NamedTuple):
@@ -318,21 +318,6 @@ def _no_derivative(state: PyTree, copies: int) -> PyTree:
     """Copies of the state to begin with, which depend on nothing; a single one has no axis."""
     axes = (copies,) if copies > 1 else ()
     return jax.tree.map(lambda leaf: jnp.zeros((*axes, *leaf.shape), leaf.dtype), state)
-
-
-def _as_stored(params: Params, like: PyTree, inputs: PyTree) -> PyTree:
-    """Inputs in the dtype in which they are stored: that of the parameters, if they are real."""
-    dtype = real_dtype(params.cell)
-
-    def cast(like: Array, x: Array) -> Array:
-        return jnp.asarray(x, dtype if jnp.issubdtype(like.dtype, jnp.floating) else like.dtype)
-
-    return jax.tree.map(cast, like, inputs)
-
-
-def _latest(old: Array, new: Array) -> Array:
-    """The last entries of the old followed by the new ones, as many as there are old ones."""
-    return jnp.concatenate([old[len(new) :], new[max(0, len(new) - len(old)) :]])
 
 
 def _sum_outer_products(summands: tuple[list[Outer], PyTree]) -> Params:

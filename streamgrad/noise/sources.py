@@ -3,6 +3,7 @@
 | noise | entries | excess kurtosis |
 |---|---|---|
 | rademacher | signs | -2 |
+| uniform | between -√3 and √3 | -1.2 |
 | gaussian | standard normal | 0 |
 
 Total variance grows with the kurtosis (Corollary 1), so that signs are never worse, and they cost nothing.
@@ -52,6 +53,10 @@ def _gaussian(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     return _drawn_once(jax.random.normal(key, shape, dtype))
 
 
+def _uniform(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return _drawn_once(jax.random.uniform(key, shape, dtype, -math.sqrt(3), math.sqrt(3)))
+
+
 def _given(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     if key.shape != shape:
         raise ValueError(f"given noise must have the shape {shape}, not {key.shape}.")
@@ -68,6 +73,7 @@ _NOISES = {
     for noise in (
         Noise("gaussian", _gaussian, 0.0),
         Noise("rademacher", _signs, -2.0),
+        Noise("uniform", _uniform, -1.2),
         # The caller passes the noise in place of the key: to enumerate sign patterns, or to compare two estimators
         # under the same noise.
         Noise("given", _given, 0.0, _check_given),

@@ -21,7 +21,7 @@ OPTIONS = {
     "unknown cut": (lambda: sg.uoro(MODEL, cut="hidden"), "cut must be one of .*not 'hidden'"),
     "cut that the cell lacks": (lambda: sg.uoro(NESTED), "no cut 'preactivation': choose one of 'state', 'params'"),
     "preuoro without preactivations": (lambda: sg.preuoro(NESTED), "has no cut 'preactivation'"),
-    "unknown noise": (lambda: sg.uoro(MODEL, noise="uniform"), "noise must be one of 'gaussian'"),
+    "unknown noise": (lambda: sg.uoro(MODEL, noise="pink"), "noise must be one of 'gaussian'"),
     "unknown rescaling": (lambda: sg.uoro(MODEL, rescale="girr"), "rescale .* must be one of 'none', 'gir'"),
     "unknown form": (lambda: sg.uoro(MODEL, form="factored"), "form must be one of 'auto', 'plain'"),
     "decay of 1": (lambda: sg.noise.greedy(1.0), "decay must be a number of at least 0 and below 1"),

@@ -1,15 +1,18 @@
 """`advance` and `credit`, the two halves of `update`, for every registered estimator."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import streamgrad as sg
-from tests.estimators.test_conformance import CASES, each, make, noise_shape, noisy, where
+from tests.estimators.test_conformance import CASES, ROWS, cases, make, noise_shape, noisy, where
 from tests.tools import error, made, make_chunk, make_model, make_params, one_sentence, split
 
 KEY = jax.random.key(3)
+each = cases(lambda row: not row.learns)
 
 
 def linear(model):
@@ -230,6 +233,7 @@ GREEDY = {
     "carried": lambda model: sg.carried(sg.uoro(model), alpha="greedy"),
     "reinforce": lambda model: sg.reinforce(model, baseline="average"),
     "many": lambda model: sg.batched(sg.uoro(model, rescale="greedy"), 1),
+    **{row.name: functools.partial(row.make, **row.options) for row in ROWS if row.learns},
 }
 
 

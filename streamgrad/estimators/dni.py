@@ -1,0 +1,142 @@
+"""DNI: what the future will ask of the state at the chunk's end is predicted, by synthetic gradients learnt online."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from streamgrad._typing import Array, Float
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
+from streamgrad.checks import check_arguments, check_model, check_number
+from streamgrad.engine.estimator import Algorithm, Outcome, estimator, sum_over_streams
+from streamgrad.engine.flow import through
+from streamgrad.step.weights import Outer, sum_outer
+from streamgrad.trees import is_real, kind_of
+
+
+class Predictor(NamedTuple):
+    """The prediction of dL_future/dh, which all streams share: A φ(h), with 1 as the last entry of φ.
+
+    Attributes:
+      weights: A.
+    """
+
+    weights: Float[Array, "S F"]
+
+
+def _identity(vector: Array) -> Array:
+    return vector
+
+
+def dni(
+    model: Model,
+    learning_rate: float | int = 0.1,
+    discount: float | int = 1,
+    features: Callable[[Array], Array] | None = None,
+) -> GradientEstimator:
+    """Backpropagation in the chunk, and beyond its end a learnt prediction of the gradient that the future will send.
+
+        ĝ = d/dθ (Σ_t L_t + s(h_K) · h_K),    s(h) = λ A φ(h), held constant,    φ(h) = (h, 1)
+
+    Credit goes to the chunk's own steps for losses of the chunk and, by way of s, for all that come after it.
+    What other estimators remember of the past, this one expects of the future: no step is ever gone through
+    again, and memory does not depend on how far credit goes. A is learnt from chunk to chunk. At the chunk's beginning,
+    A φ(h_0) should have been
+
+        y = dL_chunk/dh_0 + s(h_K) (dh_K/dh_0)
+
+    which the same reverse pass leaves there, and with means over streams
+
+        A ← A - η mean((A φ(h_0) - y) φ(h_0)^T) / mean(‖φ(h_0)‖²)
+
+    as in temporal-difference learning, with which it shares that it need not converge. Where A φ cannot express
+    what the future sends, or lags behind parameters that change, the gradient is biased. An episode that begins in the
+    chunk cuts both: y is what flows back from before it.
+
+    Args:
+      model: the model whose gradients are estimated.
+      learning_rate: η, between 0 and 2. The step is normalised, so that it fits states of any size.
+      discount: λ, from 0 to 1: how much the prediction counts. Below 1 it forgets what lies far ahead, and is stabler;
+        with 0 this is `bptt` of each chunk.
+      features: `features(h) -> vector`, what the prediction is linear in, of the ravelled state; 1 is appended.
+        None for the state itself.
+
+    Returns:
+      The estimator. It costs what `bptt` does, and S F for the prediction, once per chunk. `state.shared` is the
+      `Predictor`, which under `batched` all streams have in common. Its diagnostics, both `[1]`, are the norms of the
+      prediction at the chunk's end, `predicted`, and of the error of that at its beginning, `missed`. As it learns from
+      losses, it cannot `advance` before they are known.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> model = sg.Model(sg.cells.gru(2, 4), sg.heads.softmax(3))
+      >>> params = model.init(jax.random.key(0))
+      >>> est = sg.batched(sg.dni(model), 8)
+      >>> chunk = sg.Chunk(jnp.ones((8, 5, 2)), jnp.zeros((8, 5), int))
+      >>> grads, state, info = est.update(params, est.init(params), chunk, key=None)
+      >>> state.shared.weights.shape, info.diagnostics["missed"].shape
+      ((4, 5), (8, 1))
+
+    References:
+      Jaderberg et al., Decoupled neural interfaces using synthetic gradients, 2017.
+      Czarnecki et al., Understanding synthetic gradients and decoupled neural interfaces, 2017.
+      Marschall, Cho and Savin, A unified framework of online learning algorithms for training recurrent neural
+      networks, 2020.
+    """
+    check_model(model)
+    check_number(learning_rate=learning_rate, discount=discount)
+    if not 0 < learning_rate < 2:
+        raise ValueError(
+            f"learning_rate must be above 0 and below 2, where a normalised step goes too far, not {learning_rate!r}."
+        )
+    if not 0 <= discount <= 1:
+        raise ValueError(f"discount must be a number from 0 to 1, not {discount!r}.")
+    read = _identity if features is None else features
+    width = _width(model, read)
+    rate, weight = float(learning_rate), float(discount)
+    outer = "preactivation" in model.cell.cuts
+
+    def init(params: Params) -> EstimatorState:
+        state = model.init_state(params)
+        vector = ravel_pytree(state)[0]
+        return EstimatorState(state, (), Predictor(jnp.zeros((vector.size, width + 1), vector.dtype)))
+
+    def described(vector: Float[Array, " S"]) -> Float[Array, " F"]:
+        return jnp.append(read(vector).astype(vector.dtype), jnp.ones((), vector.dtype))
+
+    def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
+        del key
+        weights = state.shared.weights
+        flow = through(model, params, state.cell, chunk, future=lambda end: weight * (weights @ described(end)))
+        cell = Outer(flow.cell, flow.features) if outer else flow.cell
+        missed = weights @ described(ravel_pytree(state.cell)[0]) - flow.back
+        told = {
+            "predicted": jnp.linalg.norm(weights @ described(flow.end))[None],
+            "missed": jnp.linalg.norm(missed)[None],
+        }
+        new = EstimatorState(jax.tree.map(lambda leaf: leaf[-1], flow.states), (), state.shared)
+        outputs = jax.vmap(model.cell.output)(flow.states)
+        return Outcome(Params(cell, flow.head), new, Info(flow.loss, told), seen=missed, outputs=outputs)
+
+    def learn(params: Params, before: EstimatorState, outcome: Outcome, chunk: Chunk) -> Predictor:
+        del params, chunk
+        known = jax.vmap(lambda cell: described(ravel_pytree(cell)[0]))(before.cell)
+        step = jnp.einsum("bs,bf->sf", outcome.seen, known) / jnp.sum(known**2)
+        return Predictor(before.shared.weights - rate * step)
+
+    def total(summands: Params) -> Params:
+        cell = sum_outer(summands.cell) if outer else sum_over_streams(summands.cell)
+        return Params(cell, sum_over_streams(summands.head))
+
+    return estimator(model, Algorithm(init, run, total, learn=learn, uses_loss=True))
+
+
+def _width(model: Model, features: Any) -> int:
+    """The number of features."""
+    check_arguments("features", features, "h")
+    found = jax.eval_shape(lambda: features(ravel_pytree(model.cell.init_state())[0]))
+    if getattr(found, "ndim", None) != 1 or not is_real(found.dtype):
+        raise ValueError(f"features must return one vector of real numbers, not {kind_of(found)}.")
+    return found.shape[0]
