@@ -24,7 +24,7 @@ from streamgrad.base import (
 )
 from streamgrad.engine.stepwise import online
 from streamgrad.engine.streams import batched
-from streamgrad.estimators import bptt, nobacktrack, ok, preuoro, reinforce, rtrl, spatial_rtrl, tbptt, uoro
+from streamgrad.estimators import bptt, nobacktrack, ok, preuoro, reinforce, rtrl, sketch, spatial_rtrl, tbptt, uoro
 from streamgrad.noise.settings import with_noise
 from streamgrad.step import cuts
 
@@ -55,6 +55,7 @@ __all__ = [
     "preuoro",
     "reinforce",
     "rtrl",
+    "sketch",
     "spatial_rtrl",
     "tbptt",
     "uoro",

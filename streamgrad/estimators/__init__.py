@@ -7,6 +7,7 @@ from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.registry import REGISTRY, Row, find_estimator, markdown_table
 from streamgrad.estimators.reinforce import reinforce
 from streamgrad.estimators.rtrl import rtrl
+from streamgrad.estimators.sketch import sketch
 from streamgrad.estimators.spatial_rtrl import spatial_rtrl
 from streamgrad.estimators.tbptt import tbptt
 from streamgrad.estimators.uoro import uoro
@@ -22,6 +23,7 @@ __all__ = [
     "preuoro",
     "reinforce",
     "rtrl",
+    "sketch",
     "spatial_rtrl",
     "tbptt",
     "uoro",
