@@ -9,7 +9,7 @@ from jax.flatten_util import ravel_pytree
 import streamgrad as sg
 from tests.reference import estimators as oracle
 from tests.reference.unrolled import jacobians
-from tests.tools import bptt, error, made, make_chunk, make_model, make_params, split
+from tests.tools import bptt, error, made, make_chunk, make_model, make_params, one_sentence, split
 
 T, RESET = 9, 5
 # Cell, hidden units, and the units that a row of weights reaches in one step.
@@ -149,3 +149,29 @@ def test_more_rank_less_error():
     errors = [off(rank) for rank in range(6)]
     assert errors[5] < 1e-10 and errors[4] < errors[2] / 2 < errors[0] / 2 and errors[0] > 0.1
     assert off(4, append=1) > 2 * errors[4]
+
+
+def unknown_cell():
+    """A cell that does not say what its input is."""
+    plain = sg.cells.vanilla(1, 2)
+
+    def step(affine, state, x):
+        return jnp.tanh(affine("w", sg.cells.features(state, x)))
+
+    return sg.cells.affine(step, plain.init_params, plain.init_state)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: sg.sketch(make_model("vanilla"), rank=3), "rank must be at most 2, the number of state units"),
+        (lambda: sg.sketch(make_model("vanilla"), rank=-1), "rank must be a whole number of at least 0"),
+        (lambda: sg.sketch(make_model("vanilla"), append=0), "append must be a whole number of at least 1"),
+        (lambda: sg.sketch(make_model("nested")), "has no cut 'preactivation'"),
+        (lambda: sg.sketch(sg.Model(unknown_cell(), sg.heads.squared_error(2))), "must know which units"),
+    ],
+)
+def test_what_it_refuses(make, words, as_a_user):
+    with pytest.raises(ValueError, match=words) as error:
+        make()
+    assert one_sentence(error)
