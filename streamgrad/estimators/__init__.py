@@ -13,6 +13,7 @@ from streamgrad.estimators.registry import REGISTRY, Row, find_estimator, markdo
 from streamgrad.estimators.reinforce import reinforce
 from streamgrad.estimators.rflo import rflo
 from streamgrad.estimators.rtrl import rtrl
+from streamgrad.estimators.sketch import sketch
 from streamgrad.estimators.snap import snap
 from streamgrad.estimators.spatial_rtrl import spatial_rtrl
 from streamgrad.estimators.tbptt import tbptt
@@ -35,6 +36,7 @@ __all__ = [
     "reinforce",
     "rflo",
     "rtrl",
+    "sketch",
     "snap",
     "spatial_rtrl",
     "tbptt",

@@ -21,6 +21,7 @@ from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.reinforce import reinforce
 from streamgrad.estimators.rflo import rflo
 from streamgrad.estimators.rtrl import rtrl
+from streamgrad.estimators.sketch import sketch
 from streamgrad.estimators.snap import snap
 from streamgrad.estimators.spatial_rtrl import spatial_rtrl
 from streamgrad.estimators.tbptt import tbptt
@@ -114,6 +115,10 @@ ROWS = (
         "ok", ok, "unbiased", "S P", "r (S N + A)", ("preactivation",),
         "backpropagation in the chunk, a sum of r Kronecker products across chunks",
         variants=(MappingProxyType({"rank": 1}),),
+    ),
+    Row(
+        "sketch", sketch, "biased", "r² P + S² (S + N)", "r P", ("preactivation",),
+        "SnAp-1, the rest of dh/dθ as a matrix of rank r, and a bound of its error",
     ),
     Row(
         "spatial_rtrl", spatial_rtrl, "unbiased", "S² P", "S P", CUT_NAMES,

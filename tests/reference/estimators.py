@@ -183,6 +183,47 @@ def rtrl(model, params, chunk, cut):
     return total
 
 
+def sketch(model, params, chunk, rank=None, append=None):
+    """Yi and Wang 2026: Σ_t (dL_t/dh_t) (S_t + D_t), in the structure of the cell's parameters."""
+    steps = jacobians(model, params, chunk, "preactivation")
+    found = sketched(steps, rank, append)
+    return ravel_pytree(params.cell)[1](sum(s["dl_dh"] @ (S + D) for s, (S, D, *_) in zip(steps, found, strict=True)))
+
+
+def sketched(steps, rank=None, append=None):
+    """For each step S_t, D_t, the certificate e_t, its η_t, and M_t as RTRL has it; D_t is not kept in factors.
+
+    S_t = (A_t S_{t-1} where dh_t/dθ_t can be non-zero) + dh_t/dθ_t; D_t = A_t D_{t-1} + (A_t S_{t-1} elsewhere), of
+    which the `rank` largest singular values stay; e_t = ‖A_t‖ e_{t-1} + η_t. What is new is not cut down to `append`
+    where none of it stays, or all.
+    """
+    size = len(steps[0]["dl_dh"])
+    rank = min(8, size) if rank is None else rank
+    append = None if rank in (0, size) else append
+    reached, rows = (sum(np.abs(s[name]) for s in steps) > 0 for name in ("push", "pull"))
+    near = reached.astype(int) @ rows.astype(int) > 0
+    results = []
+    for s in steps:
+        if s["reset"] or not results:
+            S, D, e, M = np.zeros(near.shape), np.zeros(near.shape), 0.0, np.zeros(near.shape)
+        A, immediate = s["propagate"], s["push"] @ s["pull"]
+        new, lost_of_new = best(np.where(near, 0, A @ S), append)
+        D, lost = best(A @ D + new, rank)
+        S = np.where(near, A @ S, 0) + immediate
+        M = A @ M + immediate
+        e = np.linalg.norm(A, 2) * e + lost_of_new + lost
+        results.append((S, D, e, lost_of_new + lost, M))
+    return results
+
+
+def best(matrix, rank):
+    """The matrix of that rank that is nearest (Eckart and Young), and how far it is; None for any rank."""
+    if rank is None:
+        return matrix, 0.0
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    return left[:, :rank] * values[:rank] @ right[:rank], np.linalg.norm(values[rank:])
+
+
 def spatial_rtrl(model, params, chunk, cut, nu, q0):
     """Section 5.1: as above with (dh_t/dz_t) Q_0 ν ν^T Q_0^{-1} J_t in place of dh_t/dθ_t."""
     inverse = np.linalg.inv(q0)
