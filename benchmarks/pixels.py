@@ -11,9 +11,9 @@ Published (Zucchet, Pourcel and Ernoult, Forward propagation of errors through t
 Their protocol, which is the default here, as far as text and code tell it. The mean of every 8 pixels, of 0 to 255, is
 one input: 98 steps. A layer is a linear recurrent unit (complex diagonal, moduli drawn from [r_min, 1], any phase), its
 real read-out, a layer norm, and a perceptron with 4 times as many rectified units; there are no skip connections. The
-last perceptron gives logits. The prediction at a step is the mean of all logits so far, and its gradient goes through the
-logits of that step alone; the loss is the cross entropy averaged over all steps, and accuracy is that of the last. AdamW
-with decay 0.01 but on the recurrence, batches of 64, rates of 1e-4 to 1e-2 that fall to 0 as a cosine, gradients
+last perceptron gives logits. The prediction at a step is the mean of all logits so far, and its gradient goes through
+the logits of that step alone. The loss is the cross entropy averaged over all steps, and accuracy is that of the last.
+AdamW with decay 0.01 but on the recurrence, batches of 64, rates of 1e-4 to 1e-2 that fall to 0 as a cosine, gradients
 clipped at norm 1, 1e6 images (17 epochs), the best of r_min in {0.9, 0.99} and of the rate, 3 seeds. There "spatial"
 also leaves the recurrence's own λ as it began: `--estimator bptt --chunk 1 --freeze nu theta`.
 
@@ -24,6 +24,7 @@ Needs jax, numpy, optax and this repository alone.
 """
 
 import argparse
+import ast
 import functools
 import itertools
 import time
@@ -174,13 +175,7 @@ def make_trainer(model: sg.Model, est: sg.GradientEstimator, options: argparse.N
     def test(params: sg.Params, digits: Digits) -> tuple[jax.Array, jax.Array]:
         def one(now: tuple) -> tuple[jax.Array, jax.Array]:
             xs, label = now
-            begin = model.cell.init_state()
-
-            def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-                state = model.cell.step(params.cell, state, x)
-                return state, model.cell.output(state)
-
-            logits = jax.lax.scan(step, begin, xs)[1]
+            logits, _ = model.run(params, model.init_state(params), xs)
             losses = -jax.nn.log_softmax(logits)[:, label]
             return jnp.mean(losses), jnp.argmax(logits[-1]) == label
 
@@ -208,7 +203,7 @@ def train(options: argparse.Namespace, digits: Digits, held_out: Digits) -> list
         raise SystemExit(f"--chunk {options.chunk} must divide the {length} steps of a sequence.")
     model = make_model(options.layers, options.width, options.r_min, options.block)
     row = find_estimator(options.estimator)
-    one = row.make(model, **{**row.options, **dict(pair.split("=", 1) for pair in options.options)})
+    one = row.make(model, **{**row.options, **dict(map(as_option, options.options))})
     watched = {} if options.watched is None else {"watched": options.watched}
     est = sg.batched(one, options.batch, **watched)
     each = length // options.chunk if options.update == "chunk" else 1
@@ -230,15 +225,30 @@ def train(options: argparse.Namespace, digits: Digits, held_out: Digits) -> list
         print(f"epoch {number:3d}  {time.perf_counter() - start:7.1f} s  {told}", flush=True)
     seconds = time.perf_counter() - start
     names = ("estimator", "options", "chunk", "update", "loss", "block", "layers", "width", "r_min", "batch", "epochs")
-    names += ("recurrent_rate", "decay", "watched", "freeze", "preset")
+    names += ("recurrent_rate", "decay", "watched", "freeze", "preset", "digits")
     said = {name: getattr(options, name) for name in names}
     said |= {"options": " ".join(options.options), "freeze": " ".join(options.freeze), "watched": options.watched or ""}
+    said["digits"] = len(digits.labels)
     device = {"seconds": round(seconds, 1), "together": len(pairs), "device": jax.devices()[0].device_kind}
     return [
         {**said, "rate": rate, "seed": seed, "test_loss": f"{loss:.4f}", "test_accuracy": f"{r:.4f}"}
         | {**device, "jax": jax.__version__}
         for (rate, seed), loss, r in zip(pairs, losses, right, strict=True)
     ]
+
+
+def as_option(text: str) -> tuple[str, Any]:
+    """An option and its value: a number, None, or else a word.
+
+    Example:
+      >>> as_option("rank=4"), as_option("inside=backprop")
+      (('rank', 4), ('inside', 'backprop'))
+    """
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 def add_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -255,8 +265,9 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=("published", "smoke"), default="published")
     parser.add_argument("--data", type=Path, help="the folder of MNIST's four files; STREAMGRAD_DATA by default")
+    parser.add_argument("--digits", type=int, help="train on so many digits, for a short run; all by default")
     parser.add_argument("--estimator", default="bptt", choices=sorted(REGISTRY), metavar="NAME")
-    parser.add_argument("--options", nargs="*", default=[], metavar="NAME=TEXT", help="of the estimator; words alone")
+    parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the estimator")
     parser.add_argument("--chunk", type=int, help="steps of a chunk, a divisor of the sequence; all by default")
     parser.add_argument("--update", choices=("sequence", "chunk"), default="sequence", help="when parameters change")
     parser.add_argument("--loss", choices=("every", "last"), default="every", help="the steps that have a loss")
@@ -286,6 +297,7 @@ def main() -> None:
         digits, held_out = make_digits(512, 0, options.pool), make_digits(128, 1, options.pool)
     else:
         digits, held_out = (read_digits(options.data, split, options.pool) for split in ("train", "test"))
+    digits = jax.tree.map(lambda leaf: leaf[: options.digits], digits)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {len(digits.labels)} digits", flush=True)
     rows = train(options, digits, held_out)
     add_rows(options.out / "pixels.csv", rows)

@@ -1,5 +1,6 @@
 """A stack of linear recurrent units for `benchmarks.pixels`, in real arithmetic."""
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -139,7 +140,8 @@ def make_model(layers: int, width: int, r_min: float, block: str = "mlp") -> sg.
       The model; its head has no parameters.
     """
     sizes = [1, *[width] * (layers - 1), CLASSES]
-    cells = [layer(n, width, m, r_min, block, top=i == layers - 1) for i, (n, m) in enumerate(zip(sizes, sizes[1:]))]
+    pairs = itertools.pairwise(sizes)
+    cells = [layer(n, width, m, r_min, block, top=i == layers - 1) for i, (n, m) in enumerate(pairs)]
     head = sg.heads.from_function(lambda key, width: (), _cross_entropy, lambda params, output: jax.nn.softmax(output))
     return sg.Model(sg.cells.stack(*cells), head)
 
