@@ -6,8 +6,8 @@ The same vanilla tanh network (64 units, 32 inputs, 10 classes, a softmax), the 
 random data for both, 32 streams, on the CPU. Prints a table and writes `against_braintrace_field.csv`.
 
 - us_per_step is that of a stretch of 64 steps in one compiled loop, over 64: medians of rounds in which all take turns.
-- squared_error is E‖ĝ - g‖² / ‖g‖² over the cell's weights, with g from BPTT over a whole episode of 16 steps from a
-  zero state, and cosine that of ĝ and g; means over keys where there is noise. head is ‖ĝ - g‖ / ‖g‖ of the read-out's.
+- squared_error is E‖ĝ - g‖² / ‖g‖² over the cell's weights, with g from BPTT over these 64 steps from a zero
+  state, and cosine that of ĝ and g; means over keys where there is noise. head is ‖ĝ - g‖ / ‖g‖ of the read-out's.
 - from_textbook is ‖ĝ - t‖ / ‖t‖ with t what the method is by definition, computed here step by step in float64:
   "immediate" (M_t = J_t, which is what e-prop and D-RTRL are where a unit has no memory but its recurrent weights),
   "snap-1" (M_t = D_t M_{t-1} + J_t, of which each weight keeps its own unit alone), and "rtrl" (all of it).
@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 import streamgrad as sg
-from benchmarks.against_braintrace import EPISODE, LENGTH, Drive, as_call, load_peer, make_peer, theirs_as_ours
+from benchmarks.against_braintrace import LENGTH, Drive, as_call, load_peer, make_peer, theirs_as_ours
 from benchmarks.problems import LEAST_SECONDS, make_problem
 from streamgrad.estimators.registry import REGISTRY
 from streamgrad.lab.programs import walk
@@ -122,10 +122,9 @@ def quality_of(samples: list[sg.Params], exact: sg.Params, definition: np.ndarra
 def measure(hidden: int, streams: int, keys: int, repeats: int) -> list[dict[str, Any]]:
     """Errors first, then the times of all in turns."""
     model, params, chunk = make_problem("vanilla", hidden, streams, LENGTH)
-    episode = sg.Chunk(chunk.inputs[:, :EPISODE], chunk.targets[:, :EPISODE])
     bptt = sg.batched(sg.bptt(model), streams)
-    exact = bptt.update(params, bptt.init(params), episode, None)[0]
-    by_definition = textbook(params, episode)
+    exact = bptt.update(params, bptt.init(params), chunk, None)[0]
+    by_definition = textbook(params, chunk)
     each = jax.random.split(jax.random.key(2), keys)
     rows: dict[tuple[str, str], dict[str, str]] = {}
     programs: dict[tuple[str, str], Callable[[], Any]] = {}
@@ -134,7 +133,7 @@ def measure(hidden: int, streams: int, keys: int, repeats: int) -> list[dict[str
         for size in CHUNKS:
             run = jax.jit(functools.partial(walk, est, chunk_length=size), donate_argnames="state")
             label = "streamgrad", f"{words}, chunks of {size}"
-            samples = [run(params, est.init(params), episode, key=key)[0] for key in (each if noisy else each[:1])]
+            samples = [run(params, est.init(params), chunk, key=key)[0] for key in (each if noisy else each[:1])]
             definition = by_definition.get(TEXTBOOK.get(name, "")) if size == 1 else None
             rows[label] = quality_of(samples, exact, definition)
             programs[label] = going_on(functools.partial(run, params, many=chunk, key=each[0]), est.init(params))
@@ -142,14 +141,14 @@ def measure(hidden: int, streams: int, keys: int, repeats: int) -> list[dict[str
     for name, definition, drive in theirs():
         label = "braintrace", name
         try:
-            peer, longer = make_peer(params, episode, drive), make_peer(params, chunk, drive)
+            peer = make_peer(params, chunk, drive)
         except Exception as error:  # whatever it raises where it cannot
             rows[label] = {"refused": str(error).partition(". ")[0].replace("\n", " ")}
         else:
             grads = theirs_as_ours(peer.update(peer.values(each[0]))[1][0], hidden)
             defined = drive.vjp_method == "single-step" or definition == "rtrl"
             rows[label] = quality_of([grads], exact, by_definition[definition] if defined else None)
-            programs[label] = as_call(longer)
+            programs[label] = as_call(peer)
         say(label, rows[label])
     seconds = take_turns(programs, repeats, LEAST_SECONDS)
     unit = seconds["streamgrad", "bptt, chunks of 8"]

@@ -28,7 +28,7 @@ import ast
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ from streamgrad.estimators.registry import REGISTRY, find_estimator
 from streamgrad.lab.tables import read_columns, write_rows
 from streamgrad.lab.tasks.mnist import FILES, data_folder, find_file, read_idx
 
+SAID = ("preset", "estimator", "options", "chunk", "update", "loss", "block", "layers", "width", "r_min", "batch")
+SAID += ("epochs", "recurrent_rate", "decay", "watched", "freeze")  # options that are written down
 SMOKE = {"layers": 2, "width": 4, "epochs": 2, "batch": 16, "pool": 56, "rates": [3e-3], "seeds": 2}
 
 
@@ -195,8 +197,8 @@ def not_recurrent(name: str) -> bool:
     return name not in RECURRENT
 
 
-def train(options: argparse.Namespace, digits: Digits, held_out: Digits) -> list[dict[str, Any]]:
-    """Train all rates and seeds at once; a row for each."""
+def train(options: argparse.Namespace, digits: Digits, held_out: Digits) -> Iterator[list[dict[str, Any]]]:
+    """Train all rates and seeds at once; after each epoch, a row for each of them."""
     length = digits.inputs.shape[1]
     options.chunk = options.chunk or length
     if length % options.chunk:
@@ -204,8 +206,7 @@ def train(options: argparse.Namespace, digits: Digits, held_out: Digits) -> list
     model = make_model(options.layers, options.width, options.r_min, options.block)
     row = find_estimator(options.estimator)
     one = row.make(model, **{**row.options, **dict(map(as_option, options.options))})
-    watched = {} if options.watched is None else {"watched": options.watched}
-    est = sg.batched(one, options.batch, **watched)
+    est = sg.batched(one, options.batch, **({} if options.watched is None else {"watched": options.watched}))
     each = length // options.chunk if options.update == "chunk" else 1
     updates = options.epochs * each * (len(digits.labels) // options.batch)
     trainer = make_trainer(model, est, options, updates)
@@ -217,24 +218,21 @@ def train(options: argparse.Namespace, digits: Digits, held_out: Digits) -> list
     test = jax.jit(jax.vmap(trainer.test, in_axes=(0, None)))
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) // len(pairs) for tree in carry[:2]]
     print(f"{row.name}: {sizes[0]} parameters, {sizes[1]} numbers of state in {options.batch} streams", flush=True)
-    start, losses, right = time.perf_counter(), np.zeros(len(pairs)), np.zeros(len(pairs))
+    said = {name: getattr(options, name) for name in SAID}
+    said |= {"options": " ".join(options.options), "freeze": " ".join(options.freeze), "watched": options.watched or ""}
+    said |= {"digits": len(digits.labels), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    start = time.perf_counter()
     for number in range(1, options.epochs + 1):
         carry = epoch(carry, rates, jax.vmap(functools.partial(jax.random.fold_in, data=number))(keys), digits)
         losses, right = (np.asarray(values) for values in test(carry[0], held_out))
+        seconds = time.perf_counter() - start
         told = "  ".join(f"{rate:g}/{seed} {100 * r:.2f} %" for (rate, seed), r in zip(pairs, right, strict=True))
-        print(f"epoch {number:3d}  {time.perf_counter() - start:7.1f} s  {told}", flush=True)
-    seconds = time.perf_counter() - start
-    names = ("estimator", "options", "chunk", "update", "loss", "block", "layers", "width", "r_min", "batch", "epochs")
-    names += ("recurrent_rate", "decay", "watched", "freeze", "preset", "digits")
-    said = {name: getattr(options, name) for name in names}
-    said |= {"options": " ".join(options.options), "freeze": " ".join(options.freeze), "watched": options.watched or ""}
-    said["digits"] = len(digits.labels)
-    device = {"seconds": round(seconds, 1), "together": len(pairs), "device": jax.devices()[0].device_kind}
-    return [
-        {**said, "rate": rate, "seed": seed, "test_loss": f"{loss:.4f}", "test_accuracy": f"{r:.4f}"}
-        | {**device, "jax": jax.__version__}
-        for (rate, seed), loss, r in zip(pairs, losses, right, strict=True)
-    ]
+        print(f"epoch {number:3d}  {seconds:7.1f} s  {told}", flush=True)
+        so_far = {"done": number, "seconds": round(seconds, 1), "together": len(pairs)}
+        yield [
+            {**said, "rate": rate, "seed": seed, "test_loss": f"{loss:.4f}", "test_accuracy": f"{r:.4f}", **so_far}
+            for (rate, seed), loss, r in zip(pairs, losses, right, strict=True)
+        ]
 
 
 def as_option(text: str) -> tuple[str, Any]:
@@ -251,13 +249,18 @@ def as_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def add_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows behind those that are there."""
-    old: list[dict[str, Any]] = []
-    if path.exists():
-        columns = read_columns(path)
-        old = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
-    write_rows(path, [*old, *rows])
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows that are there."""
+    if not path.exists():
+        return []
+    columns = read_columns(path)
+    return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows, of which some may have been written when there were fewer columns."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    write_rows(path, [{name: row.get(name, "") for name in names} for row in rows])
 
 
 def read_options() -> argparse.Namespace:
@@ -299,9 +302,11 @@ def main() -> None:
         digits, held_out = (read_digits(options.data, split, options.pool) for split in ("train", "test"))
     digits = jax.tree.map(lambda leaf: leaf[: options.digits], digits)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {len(digits.labels)} digits", flush=True)
-    rows = train(options, digits, held_out)
-    add_rows(options.out / "pixels.csv", rows)
-    print(f"written: {options.out / 'pixels.csv'}")
+    path = options.out / "pixels.csv"
+    old = read(path)
+    for rows in train(options, digits, held_out):
+        write(path, [*old, *rows])  # after each epoch: a run that is stopped has not run for nothing
+    print(f"written: {path}")
 
 
 if __name__ == "__main__":

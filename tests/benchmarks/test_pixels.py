@@ -84,16 +84,15 @@ def test_rtrl_is_bptt(block, chunk_length):
 
 @pytest.mark.parametrize("update", ["sequence", "chunk"])
 def test_a_toy_run_learns(update, tmp_path, monkeypatch):
-    """All rates and seeds, each its own; rows are added to those that are there."""
+    """All rates and seeds, each its own; rows are added to those that are there, which may have other columns."""
+    pixels.write(tmp_path / "pixels.csv", [{"rate": "0.5", "older": "x"}])
     words = ["--preset", "smoke", "--rates", "0", "0.02", "--seeds", "1", "--epochs", "4", "--update", update]
     monkeypatch.setattr(sys, "argv", ["pixels", *words, "--chunk", "7", "--out", str(tmp_path)])
     pixels.main()
     rows = pixels.read_columns(tmp_path / "pixels.csv")
-    assert rows["rate"] == ["0.0", "0.02"]
-    untrained, trained = map(float, rows["test_loss"])
+    assert (rows["rate"], rows["older"], rows["done"]) == (["0.5", "0.0", "0.02"], ["x", "", ""], ["", "4", "4"])
+    untrained, trained = map(float, rows["test_loss"][1:])
     assert trained < untrained - 0.2
-    pixels.add_rows(tmp_path / "pixels.csv", [dict.fromkeys(rows, "x")])
-    assert pixels.read_columns(tmp_path / "pixels.csv")["rate"] == ["0.0", "0.02", "x"]
 
 
 def test_what_stays_stays():
