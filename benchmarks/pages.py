@@ -20,6 +20,7 @@ import argparse
 import functools
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,11 +121,20 @@ def measure(cell: str, only: list[str] | None, repeats: int, say: Callable[[str]
     many, exact = batch(0), sg.batched(sg.bptt(model), STREAMS)
     g = np.asarray(ravel_pytree(exact.update(params, exact.init(params), many, None)[0].cell)[0], np.float64)
     wanted = list(tries(model, only, variants=cell == CELLS[0]))
-    running = {f"{i}": one for i, one in enumerate(wanted) if not isinstance(one.est, str)}
-    candidates = (Candidate(name, one.row.promise, one.est, every=one.every) for name, one in running.items())
-    # What an estimator learns from earlier streams, if anything, it has learnt from others of the same task.
-    pairs = list(compile_all(candidates, params, many, CHUNK, key, lambda index: batch(index + 1), silent))
-    programs = {int(candidate.name): waiting.result() for candidate, waiting in pairs}
+    waiting: dict[int, Future[Compiled]] = {}
+    for index, one in enumerate(wanted):
+        if isinstance(one.est, str):
+            continue
+        candidate = Candidate(one.row.name, one.row.promise, one.est, every=one.every)
+        wait([future for future in waiting.values() if not future.done()][:-1])  # two compile at a time
+        try:
+            # What an estimator learns from earlier streams, if anything, it has learnt from others of the same task.
+            found = list(compile_all([candidate], params, many, CHUNK, key, lambda at: batch(at + 1), silent))
+        except ValueError as error:  # one that sees only now that this network is not for it
+            wanted[index] = one._replace(est=str(error))
+        else:
+            waiting.update((index, future) for _, future in found)
+    programs = {index: future.result() for index, future in waiting.items()}
     calls = {index: functools.partial(program.run, key) for index, program in programs.items()}
     seconds = take_turns(calls, repeats, LEAST_SECONDS)
     bptt = seconds[next(index for index, one in enumerate(wanted) if one.row.name == "bptt")]

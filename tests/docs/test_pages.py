@@ -51,6 +51,16 @@ def test_measured_again_in_part():
     assert got == [("bptt", "old"), ("rtrl", "new"), ("uoro", "old")]
 
 
+def test_what_a_network_refuses_is_said():
+    measured = [dict(row) for row in read(RESULTS) if row["estimator"] == "rtrl"]
+    measured[-1] |= dict.fromkeys(("squared_error", "samples", "cosine", "times_bptt", "state_bytes"), "")
+    measured[-1]["refused"] = "it needs a leak."
+    text = page_text.page_of(REGISTRY["rtrl"], measured, page())
+    assert "| LSTM of 16 | default | refused: it needs a leak. |" in text
+    others = [row for row in read(RESULTS) if row["estimator"] != "rtrl"]
+    assert "| refused |" in page_text.pages([*measured, *others], page())["README.md"]
+
+
 DOC = """One line (Section 1).
 
     a = b
