@@ -70,9 +70,9 @@ def theirs() -> Iterator[Theirs]:
 
 def ours(model: sg.Model) -> Iterator[tuple[str, str, sg.GradientEstimator]]:
     """Registered estimators of those names, with their variants: words, name, estimator."""
-    for name in OURS:
-        row = REGISTRY.get(name)
-        for changed in () if row is None else ({}, *row.variants):
+    for name in (name for name in OURS if name in REGISTRY):
+        row = REGISTRY[name]
+        for changed in ({}, *row.variants):
             words = ", ".join([name, *(f"{option} {value}" for option, value in changed.items())])
             yield words, name, row.make(model, **{**row.options, **changed})
 

@@ -84,7 +84,7 @@ def samples_of(program: Compiled, key: Any) -> np.ndarray:
         return np.asarray(program.run(jax.random.fold_in(key, index))[0], np.float64)
 
     found = [draw(0), draw(1)]
-    if np.array_equal(*found):
+    if np.array_equal(found[0], found[1]):
         return found[0][None]
     each = take_turns({"": functools.partial(program.run, key)}, 1)[""]
     count = max(LEAST, min(MOST, int(SECONDS / each)))

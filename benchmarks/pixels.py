@@ -133,7 +133,7 @@ def make_trainer(model: sg.Model, est: sg.GradientEstimator, options: argparse.N
     def factor(name: str) -> float:
         return 0.0 if name in options.freeze else options.recurrent_rate if name in RECURRENT else 1.0
 
-    def move(rate: Any, grads: sg.Params, opt_state: Any, params: sg.Params) -> tuple[sg.Params, Any]:
+    def move(rate: Any, grads: sg.Params, opt_state: Any, params: sg.Params) -> tuple[Any, Any]:
         change, opt_state = optimizer(rate).update(grads, opt_state, params)
         change = jax.tree.map(lambda c, f: c * f, change, named(params, factor))
         return optax.apply_updates(params, change), opt_state

@@ -33,12 +33,12 @@ class TopState(NamedTuple):
     Attributes:
       layer: as in every layer.
       mean: of y over the sequence; no gradient goes through it.
-      count: how many steps.
+      steps: how many.
     """
 
     layer: LayerState
     mean: jax.Array
-    count: jax.Array
+    steps: jax.Array
 
 
 def layer(n_in: int, width: int, n_out: int, r_min: float, block: str = "mlp", top: bool = False) -> sg.Cell:
@@ -80,9 +80,9 @@ def layer(n_in: int, width: int, n_out: int, r_min: float, block: str = "mlp", t
         if isinstance(state, LayerState):
             return step_layer(affine, state, x)
         below = step_layer(affine, state.layer, x)
-        count = state.count + 1
-        mean = state.mean + jax.lax.stop_gradient(below.y - state.mean) / count
-        return TopState(below, jax.lax.stop_gradient(mean), count)
+        steps = state.steps + 1
+        mean = state.mean + jax.lax.stop_gradient(below.y - state.mean) / steps
+        return TopState(below, jax.lax.stop_gradient(mean), steps)
 
     def output(state: LayerState | TopState) -> jax.Array:
         if isinstance(state, LayerState):

@@ -65,8 +65,7 @@ def test_prediction_is_the_mean_of_logits():
     assert np.abs(got - want).max() < 1e-10
 
 
-@pytest.mark.parametrize("block", ["mlp", "glu"])
-@pytest.mark.parametrize("chunk_length", [1, 7])
+@pytest.mark.parametrize(("block", "chunk_length"), [("mlp", 1), ("glu", 7)])
 def test_rtrl_is_bptt(block, chunk_length):
     """In chunks, over two sequences in a row, the second of which begins afresh."""
     model = make_model(2, 4, 0.9, block)
