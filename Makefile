@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PYTEST := pytest -n 2 --dist worksteal --durations 10
 
-.PHONY: setup lint format types unit slow test oldest newest newest-found table demo clean
+.PHONY: setup lint format types unit slow test oldest newest newest-found table pages demo clean
 
 setup: $(STAMP)
 
@@ -81,3 +81,7 @@ clean:
 
 table: setup
 	$(BIN)/python -m tests.docs.test_readme
+
+# From docstrings and what was measured; `python -m benchmarks.pages` measures again.
+pages: setup
+	$(BIN)/python -m benchmarks.pages --write-only

@@ -26,8 +26,9 @@ It takes a batch in two ways, and both are shown:
 
 import argparse
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -55,12 +56,16 @@ class Drive(NamedTuple):
       vjp_method: its option of that name.
       window: its `chunk_size`, None for step by step.
       own_keys: whether each stream draws its own noise.
+      algorithm: the name of its class.
+      options: of that class.
     """
 
     vmap: bool
     vjp_method: str = "multi-step"
     window: int | None = None
     own_keys: bool = False
+    algorithm: str = "UORO"
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 THEIRS = {
@@ -114,7 +119,7 @@ def mappable(braintrace: Any) -> Any:
 
 
 def make_peer(params: sg.Params, chunk: sg.Chunk, drive: Drive) -> Peer:
-    """Its vanilla cell and a linear read-out, with the values of `params`, under its UORO."""
+    """Its vanilla cell and a linear read-out, with the values of `params`, under one of its algorithms."""
     brainstate, braintrace = load_peer()
     w, head = params.cell["w"], params.head
     streams, _, n_in = chunk.inputs.shape
@@ -139,11 +144,11 @@ def make_peer(params: sg.Params, chunk: sg.Chunk, drive: Drive) -> Peer:
     }
     net.out.weight.value = {"weight": head["w"].T, "bias": head["b"]}
     inputs, targets = jnp.swapaxes(chunk.inputs, 0, 1), jnp.swapaxes(chunk.targets, 0, 1)
-    algorithm = mappable(braintrace) if drive.vmap else "uoro"
-    learner = braintrace.compile(
-        net, algorithm, inputs[0], batch_size=streams, vmap=drive.vmap, vjp_method=drive.vjp_method
-    )
-    rng = (learner.module if drive.vmap else learner).projection_rng
+    noisy = drive.algorithm == "UORO"
+    algorithm = mappable(braintrace) if noisy and drive.vmap else getattr(braintrace, drive.algorithm)
+    options = {"batch_size": streams, "vmap": drive.vmap, "vjp_method": drive.vjp_method, **drive.options}
+    learner = braintrace.compile(net, algorithm, inputs[0], **options)
+    rng = (learner.module if drive.vmap else learner).projection_rng if noisy else None
     weights = {"cell": net.cell.W.weight, "head": net.out.weight}
 
     def loss(x: Any, target: Any) -> Any:
