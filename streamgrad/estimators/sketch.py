@@ -68,20 +68,8 @@ def sketch(model: Model, rank: int | None = None, append: int | None = None) -> 
       Each step decomposes a matrix of S x S, which for small networks takes longer than RTRL itself. What it saves is
       memory: S P of `rtrl` become (w + rank) P.
 
-      E‖ĝ - g‖² / ‖g‖² over 64 steps of recalling a bit of 10 steps ago, untrained / after 300 updates, for one stream
-      (4 streams, 16 draws of the noise; `benchmarks/error.py` has the protocol):
-
-      | | 16 tanh units | LSTM of 12 units |
-      |---|---|---|
-      | rank 0, which is SnAp-1 | .22 / 1.0 | .18 / 1.0 |
-      | rank 4 | .12 / .25 | .13 / .36 |
-      | rank 8 | .065 / .036 | .013 / .0087 |
-      | rank 4, 8 with `append=4`, as published | .13, .11 / .51, .42 | .13, .11 / .22, .12 |
-      | rank 4, 8, reduced without bias | 1.2, .22 / 2.9, .24 | .70, .095 / 4.4, .17 |
-      | `ok` in chunks of one step, rank 4, 8 | .007, 1e-5 / .28, .030 | 4e-4, 7e-7 / .20, .007 |
-
       A variant without bias, which keeps the largest singular values and mixes the others with random signs as `ok`
-      does, is not offered: at about the same memory its noise was 8 to 10^5 times that of `ok`.
+      does, is not offered: at the same memory `ok` has far less noise.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg

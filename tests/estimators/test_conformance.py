@@ -55,6 +55,17 @@ def make(row, cut, model, **options):
     return made(row.make, model, **(where(row, cut) | options))
 
 
+def refuses(row, cut, model) -> bool:
+    """Whether the estimator is not made for this cell, and says so in a sentence; for vanilla all are made."""
+    try:
+        make(row, cut, model)
+    except ValueError as refusal:
+        assert row.promise == "biased"
+        assert row.name in str(refusal) and str(refusal).endswith(".") and "\n" not in str(refusal)
+        return True
+    return False
+
+
 def where(row, cut) -> dict:
     """The row's own options, with the cut where it can be chosen."""
     return dict(row.options) | ({"cut": cut} if cut and len(row.cuts) > 1 else {})
@@ -266,6 +277,8 @@ def test_finite(row, cut, case):
     params = jax.tree.map(lambda leaf: leaf * jnp.float32(factor), params)
     if case == "zero":
         chunk = chunk._replace(inputs=jnp.zeros_like(chunk.inputs))
+    if refuses(row, cut, model):
+        return
     grads, state, info = run(make(row, cut, model), params, split(chunk, (2, 4)), jax.random.key(0))
     for leaf in jax.tree.leaves((grads, state, info)):
         assert np.all(np.isfinite(leaf))
@@ -344,6 +357,8 @@ def test_any_cell(row, cut):
     for cell in ("gru", "stack", "nested"):
         model, params, chunk = setup(cell)
         if cut is None or cut in model.cell.cuts:
+            if refuses(row, cut, model):
+                continue
             grads, _, info = run_quietly(row, cut, model, params, chunk)
             assert error(grads.head, bptt(model, params, chunk).head) < 1e-10
             assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((grads, info)))

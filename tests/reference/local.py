@@ -49,7 +49,7 @@ def mask_of(model, order):
 
 def mutual(model):
     """Which pairs of units feed each other, and no third, while the features of all weights stand still."""
-    once = 0.0
+    once, model = 0.0, sg.Model(model.cell, sg.heads.squared_error(2))
     for seed in range(4):
         params, chunk = anywhere(model, seed)
         once = np.maximum(once, np.max([np.abs(d) > 1e-12 for d in still_jacobians(model, params, chunk)], axis=0))
@@ -63,7 +63,7 @@ def still_jacobians(model, params, chunk):
 
     Where a preactivation is made of another one, that would not be so; there they are all zero, as far as it matters.
     """
-    pushes = jacobians(sg.Model(model.cell, sg.heads.squared_error(2)), params, chunk, "preactivation")
+    pushes = jacobians(model, params, chunk, "preactivation")
     if model.cell.layers or "o" in params.cell:  # a stack, or an element-wise LSTM
         return [0 * s["propagate"] for s in pushes]
     before, _ = states_before(model, params, chunk)
