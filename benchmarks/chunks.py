@@ -3,6 +3,9 @@
     python -m benchmarks.chunks --preset cpu     # minutes on 2 cores
     python -m benchmarks.chunks --preset gpu     # minutes on one GPU: rtrl and ok
     python -m benchmarks.chunks --preset large   # likewise: uoro, for networks too large for either
+    python -m benchmarks.chunks --preset local   # likewise: snap, eprop and the current step alone
+    python -m benchmarks.chunks --preset diagonal      # likewise: exact rtrl of diagonal recurrences
+    python -m benchmarks.chunks --preset diagonal-cpu  # the same, minutes on 2 cores
 
 Chunks of 64 steps; all programs of a size take turns, and the median of their repeats counts. `times_old_bptt` is in
 multiples of BPTT with one step in each turn of its loop, as it was when the aims were set; they are the same on a CPU.
@@ -45,6 +48,14 @@ UORO = {
     "uoro across": Method(lambda model: sg.uoro(model, inside="backprop")),
     "uoro across, 8 blocks": Method(lambda model: sg.uoro(model, inside="backprop", blocks=8)),
 }
+SNAP = {
+    "snap": Method(sg.snap),
+    "snap across": Method(lambda model: sg.snap(model, inside="backprop")),
+    "eprop": Method(sg.eprop),
+    "immediate": Method(sg.immediate),
+}
+SNAP_STEPS = {"snap, step by step": Method(lambda model: sg.snap(model, form="steps"))}
+DIAGONAL = ("lru", "rtu", "elstm", "mingru")
 RTRL_WATCHED = {"rtrl, 2 streams watched": Method(sg.rtrl, 2)}
 OK_WATCHED = {"ok, 8 terms, 2 streams watched": Method(lambda model: sg.ok(model, rank=8), 2)}
 
@@ -81,6 +92,22 @@ PRESETS: dict[str, list[Case]] = {
         ("vanilla", 512, 64, UORO, {"uoro across": 1.2}),
         ("vanilla", 1024, 64, UORO, {"uoro across": 1.2}),
         ("vanilla", 2048, 16, UORO, {"uoro across": 1.2}),
+    ],
+    "local": [
+        ("lstm", 256, 32, SNAP | SNAP_STEPS, {"snap": 2}),
+        ("lstm", 512, 64, SNAP, {"snap": 2}),
+        ("lstm", 1024, 64, SNAP, {"snap": 2}),
+        ("lstm", 2048, 16, SNAP, {"snap": 2}),
+        ("vanilla", 256, 32, SNAP | SNAP_STEPS, {"snap": 2}),
+        ("vanilla", 512, 64, SNAP, {"snap": 2}),
+        ("vanilla", 1024, 64, SNAP, {"snap": 2}),
+        ("vanilla", 2048, 16, SNAP, {"snap": 2}),
+    ],
+    "diagonal": [(cell, hidden, 32, RTRL, {"rtrl": 2}) for cell in DIAGONAL for hidden in (64, 256, 1024)],
+    "diagonal-cpu": [
+        (cell, hidden, streams, RTRL, {"rtrl": 2})
+        for cell in DIAGONAL
+        for hidden, streams in ((64, 1), (256, 8), (1024, 32))
     ],
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ LEAST_SECONDS = 0.05  # of calls in a row, for programs that take less
 
 def make_cell(name: str, n_in: int, n_hidden: int) -> sg.Cell:
     """A cell by its name."""
-    return {"vanilla": sg.cells.vanilla, "lstm": sg.cells.lstm, "gru": sg.cells.gru}[name](n_in, n_hidden)
+    return getattr(sg.cells, name)(n_in, n_hidden)
 
 
 def make_problem(cell: str, n_hidden: int, streams: int, length: int, n_in: int = 32, n_classes: int = 10):

@@ -13,7 +13,7 @@ from streamgrad.cells.lif import LIFState, lif
 from streamgrad.cells.lru import LRUState, lru
 from streamgrad.cells.lstm import LSTMState, lstm
 from streamgrad.cells.mingru import mingru
-from streamgrad.cells.rtu import RTUState, rtu
+from streamgrad.cells.rtu import rtu
 from streamgrad.cells.stack import stack
 from streamgrad.cells.vanilla import vanilla
 
@@ -23,7 +23,6 @@ __all__ = [
     "LIFState",
     "LRUState",
     "LSTMState",
-    "RTUState",
     "affine",
     "elstm",
     "explain",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Cell, Cut, Worked, work_dtype
-from streamgrad.cells.affine import input_shape
+from streamgrad.cells.affine import input_shape, reads_vector
 from streamgrad.cells.encoding import decode, encode, is_plain, natural, whole_state
 from streamgrad.checks import check_cell, check_flag
 from streamgrad.step.cuts import params_cut, state_cut
@@ -72,6 +72,22 @@ def from_function(
     if is_plain(state) and is_plain(params) and len(dtypes) == 1:
         return bare._replace(cuts={"state": state_cut(step), "params": params_cut(step)})
     return _encoded(bare, params, state)
+
+
+def of_vectors(
+    step: Step,
+    init_params: Callable[[Array], PyTree],
+    init_state: Callable[[], PyTree],
+    output: Callable[[PyTree], Array],
+    n_in: int,
+) -> Cell:
+    """A cell of this library by its step: it reads a vector of finite numbers.
+
+    What the step makes of parameters alone, such as the eigenvalues of a recurrence, is displaced in their place, so
+    that derivatives at every step go no further back than that.
+    """
+    example = jax.ShapeDtypeStruct((n_in,), jnp.result_type(float))
+    return reads_vector(from_function(step, init_params, init_state, output, example), n_in)
 
 
 def _work_form(cell: Cell, state: PyTree, step: Step, weights: Callable[[PyTree], PyTree]) -> Cell:

@@ -8,16 +8,15 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float
 from streamgrad.base import Cell
-from streamgrad.cells.affine import Affine, affine, reads_vector
-from streamgrad.cells.ring import check_ring, eigenvalues, init_blocks, init_ring, normaliser, turn
+from streamgrad.cells.function import of_vectors
+from streamgrad.cells.ring import check_ring, eigenvalues, init_blocks, init_ring, normaliser, turn, twice
 from streamgrad.checks import check_size
 
 
 class LRUState(NamedTuple):
-    """The complex state of a linear recurrent unit in two parts, and its read-out, which the next step does not see."""
+    """The state of a linear recurrent unit, real and imaginary parts, and its read-out, which no later step sees."""
 
-    real: Float[Array, " H"]
-    imag: Float[Array, " H"]
+    h: Float[Array, " D"]
     y: Float[Array, " O"] | None = None
 
 
@@ -45,7 +44,7 @@ def lru(
     Returns:
       A cell with parameters `{"nu": [H], "theta": [H], "log_gamma": [H], "b": [2 H, n_in]}`, and with a read-out
       `"read": [n_out, 2 H + n_in]`, the columns of Re C, Im C and D. Rows of `b` are Re B, then Im B. The state is
-      `(real, imag, y)`; the output is y, or `[2 H]` real and imaginary parts.
+      `(h, y)`, h of shape `[2 H]`; the output is y, or `[2 H]` real and imaginary parts.
 
     Example:
       >>> import jax, streamgrad as sg
@@ -59,14 +58,13 @@ def lru(
     check_size(n_in=n_in, n_hidden=n_hidden, **({} if n_out is None else {"n_out": n_out}))
     check_ring(r_min, r_max, max_phase)
 
-    def step(affine: Affine, state: LRUState, x: Array) -> LRUState:
-        by = eigenvalues(affine("nu"), affine("theta"))
-        gamma = jnp.exp(affine("log_gamma"))
-        real_drive, imag_drive = jnp.split(affine("b", x), 2)
-        real, imag = turn(by, state.real, state.imag)
-        real, imag = real + gamma * real_drive, imag + gamma * imag_drive
+    def step(params: dict[str, Array], state: LRUState, x: Array) -> LRUState:
+        by, gamma = eigenvalues(params["nu"], params["theta"]), jnp.exp(params["log_gamma"])
+        h = turn(by, state.h) + twice(gamma) * (params["b"] @ x)
+        if n_out is None:
+            return LRUState(h)
         # Re(C h) = Re C Re h - Im C Im h.
-        return LRUState(real, imag, None if n_out is None else affine("read", real, -imag, x))
+        return LRUState(h, params["read"] @ jnp.concatenate([h[:n_hidden], -h[n_hidden:], x]))
 
     def init_params(key: Array) -> dict[str, Array]:
         for_ring, for_b, for_read = jax.random.split(key, 3)
@@ -84,9 +82,9 @@ def lru(
         return {**params, "read": init_blocks(for_read, n_out, *blocks)}
 
     def init_state() -> LRUState:
-        return LRUState(jnp.zeros(n_hidden), jnp.zeros(n_hidden), None if n_out is None else jnp.zeros(n_out))
+        return LRUState(jnp.zeros(2 * n_hidden), None if n_out is None else jnp.zeros(n_out))
 
     def output(state: LRUState) -> Array:
-        return jnp.concatenate([state.real, state.imag]) if state.y is None else state.y
+        return state.h if state.y is None else state.y
 
-    return reads_vector(affine(step, init_params, init_state, output), n_in)
+    return of_vectors(step, init_params, init_state, output, n_in)

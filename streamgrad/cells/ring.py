@@ -46,11 +46,18 @@ def normaliser(nu: Float[Array, " H"]) -> Float[Array, " H"]:
     return jnp.sqrt(-jnp.expm1(-2 * jnp.exp(nu)))
 
 
-def turn(
-    by: tuple[Float[Array, " H"], Float[Array, " H"]], real: Float[Array, " H"], imag: Float[Array, " H"]
-) -> tuple[Float[Array, " H"], Float[Array, " H"]]:
-    """λ (real + i imag), element by element."""
-    return by[0] * real - by[1] * imag, by[1] * real + by[0] * imag
+def turn(by: tuple[Float[Array, " H"], Float[Array, " H"]], pairs: Float[Array, " D"]) -> Float[Array, " D"]:
+    """λ h, element by element, for vectors of real parts and then imaginary ones.
+
+    Re(λ h) = Re λ Re h - Im λ Im h,    Im(λ h) = Re λ Im h + Im λ Re h
+    """
+    real, imag = jnp.split(pairs, 2)
+    return jnp.concatenate([by[0] * real - by[1] * imag, by[0] * imag + by[1] * real])
+
+
+def twice(vector: Float[Array, " H"]) -> Float[Array, " D"]:
+    """A vector for real parts, and the same for imaginary ones."""
+    return jnp.concatenate([vector, vector])
 
 
 def init_blocks(key: Array, n_out: int, *scaled: tuple[int, float]) -> Float[Array, "N A"]:

@@ -1,25 +1,17 @@
 """Recurrent trace units."""
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float
 from streamgrad.base import Cell
-from streamgrad.cells.affine import Affine, affine, reads_vector
-from streamgrad.cells.ring import check_ring, eigenvalues, init_blocks, init_ring, normaliser, turn
+from streamgrad.cells.function import of_vectors
+from streamgrad.cells.ring import check_ring, eigenvalues, init_blocks, init_ring, normaliser, turn, twice
 from streamgrad.checks import check_choice, check_flag, check_size
 
 ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "identity": lambda x: x}
-
-
-class RTUState(NamedTuple):
-    """The two halves of the state of recurrent trace units."""
-
-    real: Float[Array, " H"]
-    imag: Float[Array, " H"]
 
 
 def rtu(
@@ -52,7 +44,7 @@ def rtu(
 
     Returns:
       A cell with parameters `{"nu": [H], "theta": [H], "w": [2 H, n_in]}`, rows of W_1 first, the state
-      `(real, imag)` for h and k, and an output `[2 H]`.
+      `[2 H]`, h and k, and an output `[2 H]`.
 
     Example:
       >>> import jax, streamgrad as sg
@@ -69,22 +61,17 @@ def rtu(
     check_ring(r_min, r_max, max_phase)
     f = ACTIVATIONS[activation]
 
-    def step(affine: Affine, state: RTUState, x: Array) -> RTUState:
-        nu = affine("nu")
-        gamma = normaliser(nu)
-        real_drive, imag_drive = jnp.split(affine("w", x), 2)
-        real, imag = turn(eigenvalues(nu, affine("theta")), state.real, state.imag)
-        real, imag = real + gamma * real_drive, imag + gamma * imag_drive
-        return RTUState(real, imag) if linear else RTUState(f(real), f(imag))
+    def step(params: dict[str, Array], state: Array, x: Array) -> Array:
+        by, gamma = eigenvalues(params["nu"], params["theta"]), normaliser(params["nu"])
+        new = turn(by, state) + twice(gamma) * (params["w"] @ x)
+        return new if linear else f(new)
 
     def init_params(key: Array) -> dict[str, Array]:
         for_ring, for_w = jax.random.split(key)
         nu, theta = init_ring(for_ring, n_hidden, r_min, r_max, max_phase)
         return {"nu": nu, "theta": theta, "w": init_blocks(for_w, 2 * n_hidden, (n_in, 1 / math.sqrt(n_in)))}
 
-    def output(state: RTUState) -> Array:
-        both = jnp.concatenate([state.real, state.imag])
-        return f(both) if linear else both
+    def output(state: Float[Array, " D"]) -> Array:
+        return f(state) if linear else state
 
-    cell = affine(step, init_params, lambda: RTUState(jnp.zeros(n_hidden), jnp.zeros(n_hidden)), output)
-    return reads_vector(cell, n_in)
+    return of_vectors(step, init_params, lambda: jnp.zeros(2 * n_hidden), output, n_in)

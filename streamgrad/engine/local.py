@@ -47,7 +47,7 @@ def local_influence(local: Local, inside: str) -> Across:
 
     def advance(shared: PyTree, memory: PyTree, noise: None, crossing: Crossing) -> tuple[PyTree, dict[str, Array]]:
         del shared, noise
-        moved = jax.tree.map(lambda c, m: jnp.einsum("bpqn,bqna->bpna", c, m), crossing.back, memory)
+        moved = jax.tree.map(shaped.row_by_row, crossing.back, memory)
         return add_pulled(moved, crossing.pulled), {}
 
     def older(shared: PyTree, memory: PyTree, start: PyTree) -> tuple[PyTree, PyTree]:

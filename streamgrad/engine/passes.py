@@ -96,24 +96,81 @@ def backward(
         inside = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=(0, 1)), sums[0])
         return (cotangents[0][:, 0], cotangents[1]), sums[1], inside
 
+    thin = Thin(features)
     few = jax.tree.map(lambda leaf: leaf[:, :watched], features)
+    here, nothing = thin.steps(one_step, watched), thin.nothing(params, (streams, 1), (watched, count))
+
+    def walk_back(carry: tuple, steps: tuple, few: PyTree) -> tuple[tuple, PyTree, Outer]:
+        carry, (left, asked) = jax.lax.scan(here, carry, steps, reverse=True, unroll=unroll())
+        return carry, left, Outer(asked, few)
+
+    steps = (steps, thin.of(features))
     if block >= length:
-        cotangents, (left, asked) = jax.lax.scan(one_step, begin, steps, reverse=True, unroll=unroll())
-        pulled = Outer(pick(asked), few)
+        (cotangents, sums), left, pulled = walk_back((begin, nothing), steps, few)
+        pulled = thin.with_sums(pulled, sums[1])
+        pulled = pulled._replace(left=pick(pulled.left))
     else:
 
         def stretch(carry: tuple, part: tuple) -> tuple[tuple, PyTree]:
-            cotangents, pulled = carry
-            steps, few = part
-            cotangents, (left, asked) = jax.lax.scan(one_step, cotangents, steps, reverse=True, unroll=unroll())
-            return (cotangents, add_pulled(pulled, Outer(pick(asked), few))), left
+            cotangents, sums, total = carry
+            (cotangents, here), left, pulled = walk_back((cotangents, nothing), *part)
+            pulled = thin.with_sums(pulled, here[1])
+            total = add_pulled(total, pulled._replace(left=pick(pulled.left)))
+            return (cotangents, jax.tree.map(jnp.add, sums, here), total), left
 
         asked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((1, watched, count, w.shape[0]), w.dtype), params)
         wanted = jax.tree.map(lambda leaf: leaf.shape[2], jax.eval_shape(pick, asked))
-        carry = (begin, jax.tree.map(lambda w, n: jnp.zeros((watched, n, *w.shape), w.dtype), params, wanted))
-        (cotangents, pulled), left = _in_blocks(stretch, carry, (steps, few), length, block)
-    left = jax.tree.map(lambda leaf: leaf[:, :, 0], left)
-    return (cotangents[0][:, 0], cotangents[1]), pulled, sum_outer(Outer(left, features))
+        zero = jax.tree.map(lambda w, n: jnp.zeros((watched, n, *w.shape), w.dtype), params, wanted)
+        (cotangents, sums, pulled), left = _in_blocks(stretch, (begin, nothing, zero), (steps, few), length, block)
+    whole = thin.with_sums(Outer(left, features), sums[0])
+    left = jax.tree.map(lambda leaf: leaf[:, :, 0], whole.left)
+    return (cotangents[0][:, 0], cotangents[1]), pulled, sum_outer(Outer(left, whole.right))
+
+
+class Thin:
+    """Weight matrices of a single feature, which are most often parameters of their own, whose feature is 1.
+
+    A product over the steps of a chunk is a sum for them, so that it is added up step by step, and not written down.
+    """
+
+    def __init__(self, features: PyTree) -> None:
+        self.structure = jax.tree.structure(features)
+        self.which = [leaf.shape[-1] == 1 for leaf in jax.tree.leaves(features)]
+
+    def of(self, tree: PyTree) -> list[Array]:
+        """The leaves of these matrices."""
+        return [leaf for leaf, thin in zip(jax.tree.leaves(tree), self.which, strict=True) if thin]
+
+    def nothing(self, params: PyTree, *counts: tuple[int, int]) -> tuple[list[Array], ...]:
+        """Zeros to add to: `[streams, vectors, rows]` for each kind of cotangents."""
+        return tuple([jnp.zeros((*count, w.shape[0]), w.dtype) for w in self.of(params)] for count in counts)
+
+    def steps(self, one_step: Callable[[tuple, tuple], tuple[tuple, tuple]], watched: int) -> Callable:
+        """One step back that adds up what is thin, and returns a zero in its place."""
+
+        def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
+            cotangents, (first, second) = carry
+            cotangents, (left, asked) = one_step(cotangents, now[0])
+            a = now[1]
+            first = [s + v * x[:, None] for s, v, x in zip(first, self.of(left), a, strict=True)]
+            second = [s + v * x[:watched, None] for s, v, x in zip(second, self.of(asked), a, strict=True)]
+            return (cotangents, (first, second)), (self._without(left), self._without(asked))
+
+        return step
+
+    def _without(self, tree: PyTree) -> PyTree:
+        leaves = zip(jax.tree.leaves(tree), self.which, strict=True)
+        return jax.tree.unflatten(self.structure, [jnp.zeros(()) if thin else leaf for leaf, thin in leaves])
+
+    def with_sums(self, factors: Outer, sums: list[Array]) -> Outer:
+        """The factors, with those sums as if they were a single step with feature 1."""
+        rest = iter(sums)
+        left, right = [], []
+        for v, a, thin in zip(jax.tree.leaves(factors.left), jax.tree.leaves(factors.right), self.which, strict=True):
+            added = next(rest) if thin else None
+            left.append(v if added is None else added[None])
+            right.append(a if added is None else jnp.ones((1, *added.shape[:1], 1), added.dtype))
+        return Outer(jax.tree.unflatten(self.structure, left), jax.tree.unflatten(self.structure, right))
 
 
 # So many numbers are put beside the losses' cotangents, for one product with the weights instead of two. Beyond, to

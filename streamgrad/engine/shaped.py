@@ -4,6 +4,7 @@ For each weight matrix it is an array `[p, rows, A]`: for each of its p places a
 one unit. Places of a row's own come first, then those that all rows share.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ def move(reach: Reach, back: Float[Array, "b R S"], memory: PyTree) -> PyTree:
         found, of_own = [], back
         if width:
             of_own = _take(back, leaf.own, axis=2)  # from a row's own units: to all colours, [b, R, w, rows]
-            found.append(jnp.einsum("bpqn,bqna->bpna", _between_own(reach, leaf, of_own), own))
+            found.append(row_by_row(_between_own(reach, leaf, of_own), own))
         if len(leaf.shared):
             colours = reach.colours[leaf.shared]
             pairs = reach.moves[np.ix_(leaf.shared, leaf.shared)]
@@ -68,6 +69,14 @@ def move(reach: Reach, back: Float[Array, "b R S"], memory: PyTree) -> PyTree:
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1) if found else m
 
     return _each(reach, one, memory)
+
+
+def row_by_row(jacobians: Float[Array, "b p q rows"], memory: Float[Array, "b q rows A"]) -> Float[Array, "b p rows A"]:
+    """Σ_q D[p, q, n] M[q, n] for each row n; of few units as sums, for which no matrix product is worth its while."""
+    if memory.shape[1] > 8:
+        return jnp.einsum("bpqn,bqna->bpna", jacobians, memory)
+    terms = [jacobians[:, :, q, :, None] * memory[:, None, q] for q in range(memory.shape[1])]
+    return functools.reduce(jnp.add, terms)
 
 
 def among_own(reach: Reach, like: PyTree, back: Float[Array, "b R S"]) -> PyTree:

@@ -165,7 +165,7 @@ def _result(op: Op, program: Program, rows: dict[int, Rows], masks: dict[int, np
     given = [rows.get(value) for value in op.inputs]
     avals = [program.avals[value] for value in op.inputs]
     if op.primitive in _ELEMENTWISE:
-        return [_elementwise(given, avals, math.prod(shapes[0]))]
+        return [_elementwise(given, avals, shapes[0])]
     if op.primitive is p.reduce_sum_p and given[0] is not None:
         return [_reduced(given[0], avals[0].shape, op.params["axes"])]
     if op.primitive is p.dot_general_p and (given[0] is None) != (given[1] is None):
@@ -184,12 +184,13 @@ def _result(op: Op, program: Program, rows: dict[int, Rows], masks: dict[int, np
     return [np.repeat(everything, math.prod(shape), axis=0) for shape in shapes]
 
 
-def _elementwise(given: Sequence[Rows | None], avals: Sequence[Any], size: int) -> Rows:
-    """Entry by entry; a single number goes with every entry."""
+def _elementwise(given: Sequence[Rows | None], avals: Sequence[Any], shape: tuple[int, ...]) -> Rows:
+    """Entry by entry; what has one entry along an axis goes with every entry."""
     found = None
-    for row in given:
+    for row, aval in zip(given, avals, strict=True):
         if row is not None:
-            row = row if len(row) == size else np.repeat(row, size, axis=0)
+            row = np.broadcast_to(row.reshape(*aval.shape, row.shape[1]), (*shape, row.shape[1]))
+            row = row.reshape(-1, row.shape[-1])
             found = row if found is None else found | row
     assert found is not None
     return found

@@ -64,7 +64,7 @@ def still_jacobians(model, params, chunk):
     Where a preactivation is made of another one, that would not be so; there they are all zero, as far as it matters.
     """
     pushes = jacobians(model, params, chunk, "preactivation")
-    if model.cell.layers or "o" in params.cell:  # a stack, or an element-wise LSTM
+    if model.cell.layers or (isinstance(params.cell, dict) and "o" in params.cell):  # a stack, or an element-wise LSTM
         return [0 * s["propagate"] for s in pushes]
     before, _ = states_before(model, params, chunk)
     into, found = model.cell.cuts["preactivation"].into, []
