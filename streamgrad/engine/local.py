@@ -8,6 +8,7 @@ Read backwards, e_t = dL_t/dh_t + e_{t+1} D_{t+1}, so that dL/dθ = Σ_t (e_t I_
 C_t = C_{t+1} D_{t+1} from C_K = 1 in place of e gives M_K. Nothing of the size of the weights is touched in between.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ def local_influence(local: Local, inside: str) -> Across:
     def older(shared: PyTree, memory: PyTree, start: PyTree) -> tuple[PyTree, PyTree]:
         if inside == "backprop":
             return shaped.contract(reach, start / len(start), memory), shared
-        return jax.tree.map(lambda e, m: jnp.einsum("bpn,bpna->na", e / len(e), m), start, memory), shared
+        return jax.tree.map(lambda e, m: shaped.sum_rows(e / len(e), m), start, memory), shared
 
     return Across(init, lambda memory, noise: jnp.zeros(()), advance, older)
 
@@ -137,14 +138,21 @@ def _between(reach: shaped.Reach, maps: Linear, kept: PyTree, reset: Array | Non
     return jacobians, shaped.pick(reach, here)
 
 
+def _times(v: Array, by: Array) -> Array:
+    """Σ_p v[:, p] by[:, p]; of few terms one by one, for a compiler makes a kernel of its own of every sum."""
+    if v.shape[1] > 8:
+        return jnp.sum(v * by, axis=1)
+    return functools.reduce(jnp.add, [v[:, p] * by[:, p] for p in range(v.shape[1])])
+
+
 def _back(signals: PyTree, jacobians: PyTree, entries: PyTree) -> tuple[PyTree, PyTree]:
     """e_1 D_1 and e_t I_t, from e_t = dL_t/dh_t + e_{t+1} D_{t+1}."""
 
     def step(e: PyTree, now: tuple) -> tuple[PyTree, PyTree]:
         signal, jacobian, entry = now
         e = jax.tree.map(jnp.add, e, signal)
-        left = jax.tree.map(lambda e, i: jnp.sum(e * i, axis=1), e, entry)
-        return jax.tree.map(lambda e, d: jnp.sum(e[:, :, None] * d, axis=1), e, jacobian), left
+        left = jax.tree.map(_times, e, entry)
+        return jax.tree.map(lambda e, d: _times(e[:, :, None], d), e, jacobian), left
 
     begin = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), signals)
     return jax.lax.scan(step, begin, (signals, jacobians, entries), reverse=True, unroll=unroll())
@@ -155,8 +163,9 @@ def _forget(jacobians: PyTree, entries: PyTree) -> tuple[PyTree, PyTree]:
 
     def step(c: PyTree, now: tuple) -> tuple[PyTree, PyTree]:
         jacobian, entry = now
-        right = jax.tree.map(lambda c, i: jnp.sum(c * i[:, None], axis=2), c, entry)
-        return jax.tree.map(lambda c, d: jnp.sum(c[:, :, :, None] * d[:, None], axis=2), c, jacobian), right
+        each = jax.vmap(_times, in_axes=(1, None), out_axes=1)
+        right = jax.tree.map(each, c, entry)
+        return jax.tree.map(lambda c, d: each(c[:, :, :, None], d), c, jacobian), right
 
     def identity(d: Float[Array, "K b p p rows"]) -> Float[Array, "b p p rows"]:
         eye = np.eye(d.shape[2])[None, :, :, None]

@@ -79,6 +79,13 @@ def row_by_row(jacobians: Float[Array, "b p q rows"], memory: Float[Array, "b q 
     return functools.reduce(jnp.add, terms)
 
 
+def sum_rows(by: Float[Array, "b p rows"], memory: Float[Array, "b p rows A"]) -> Float[Array, "rows A"]:
+    """Σ over streams and units of M, each row of it times a number of its own."""
+    if jax.default_backend() == "gpu":  # which reads M once for that, and as a product of matrices copies it first
+        return jnp.sum(by[..., None] * memory, axis=(0, 1))
+    return jnp.einsum("bpn,bpna->na", by, memory)
+
+
 def among_own(reach: Reach, like: PyTree, back: Float[Array, "b R S"]) -> PyTree:
     """Φ between the own units of each row, `[b, p, q, rows]` for each weight matrix; `like` has their structure."""
     return _each(reach, lambda leaf, _: _between_own(reach, leaf, _take(back, leaf.own, axis=2)), like)
@@ -98,7 +105,7 @@ def contract(reach: Reach, dl_dstate: Float[Array, "b S"], memory: PyTree) -> Py
         if len(leaf.shared):
             total += jnp.tensordot(_take(dl_dstate, leaf.shared, axis=1), m[:, width:], axes=2)
         if width:
-            total += jnp.einsum("bpn,bpna->na", _take(dl_dstate, leaf.own, axis=1), m[:, :width])
+            total += sum_rows(_take(dl_dstate, leaf.own, axis=1), m[:, :width])
         return total
 
     return _each(reach, one, memory)
