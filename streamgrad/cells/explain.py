@@ -3,9 +3,12 @@
 import jax
 
 from streamgrad._typing import PyTree
-from streamgrad.base import Cell
+from streamgrad.base import Cell, Model
 from streamgrad.checks import check_is_cell
+from streamgrad.heads import squared_error
 from streamgrad.step.explained import Place
+from streamgrad.step.reach import find_reach
+from streamgrad.step.sparsity import find_pattern
 from streamgrad.step.weights import rows_of
 
 WORDS = {
@@ -21,7 +24,8 @@ def explain(cell: Cell) -> None:
     """Print which parameter of a cell went where, and what that costs.
 
     Each preactivation z = W a is displaced as a whole. Its weights cost an estimator one number for each row and one
-    for each feature; parameters with a cut of their own cost one number each.
+    for each feature; parameters with a cut of their own cost one number each. The last line says where dh/dθ can be
+    non-zero, which is what `rtrl` keeps.
 
     Args:
       cell: any cell.
@@ -40,6 +44,7 @@ def explain(cell: Cell) -> None:
       ['w']      (3, 3)  weights: a product with features           3 preactivations of 3 features
       <BLANKLINE>
       the state has 3 numbers; there are 6 preactivations and 12 parameters
+      exact RTRL keeps 36 numbers for each stream, of 3 x 12: every weight reaches all units
     """
     check_is_cell(cell)
     table = [("parameter", "shape", "where it went", "displaced per step")]
@@ -52,6 +57,8 @@ def explain(cell: Cell) -> None:
         print("  ".join([*(f"{word:{width}}" for word, width in zip(row, widths, strict=False)), row[3]]).rstrip())
     print()
     print(_sizes(cell))
+    if influence := _influence(cell):
+        print(influence)
 
 
 def places_of(cell: Cell) -> list[Place]:
@@ -81,3 +88,18 @@ def _sizes(cell: Cell) -> str:
         return f"the state has {state} numbers; there are {count} parameters"
     rows = sum(rows_of(_shapes(worked)))
     return f"the state has {state} numbers; there are {rows} preactivations and {count} parameters"
+
+
+def _influence(cell: Cell) -> str | None:
+    """What exact RTRL keeps, where the pattern of the step can be known."""
+    model = Model(cell, squared_error(1))
+    pattern = find_pattern(model)
+    if pattern is None:
+        return None
+    weights = jax.tree.leaves(_shapes(model.cell))
+    reach = find_reach(pattern, rows_of(weights))
+    kept = sum(len(leaf.reached) * w.size for leaf, w in zip(reach.leaves, weights, strict=True))
+    most = max(len(leaf.reached) for leaf in reach.leaves)
+    units, count = len(pattern.state), sum(w.size for w in weights)
+    few = "every weight reaches all units" if most == units else f"a weight reaches {most} units at most"
+    return f"exact RTRL keeps {kept} numbers for each stream, of {units} x {count}: {few}"
