@@ -245,6 +245,9 @@ def example(text: str) -> str:
             lines.append("")
         elif line.strip():
             lines.append(f"# {line}")
+    imports = [number for number, line in enumerate(lines) if line.startswith(("import ", "from "))]
+    if imports:  # a blank line between them and the rest
+        lines.insert(imports[-1] + 1, "")
     return "```python\n" + "\n".join(lines) + "\n```"
 
 

@@ -1,4 +1,4 @@
-"""Which derivatives can be non-zero: never too few entries, and for the cells of this library no more than there are."""
+"""Which derivatives can be non-zero: never too few entries, and for known operations no more than there are."""
 
 import jax
 import jax.numpy as jnp
