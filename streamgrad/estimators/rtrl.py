@@ -29,6 +29,11 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
     M is multiplied once instead of K times. Where weights multiply features, J_s = I ⊗ a_s^T, and the sum is one matrix
     product; for any other cell it comes from the reverse pass.
 
+    M is kept where it can be non-zero, which is found in the step (`streamgrad.step.sparsity`) and told by
+    `streamgrad.cells.explain`. Where units do not hear each other from step to step, as in `cells.lru` or `cells.mingru`,
+    that is one or two numbers for each parameter, and exact gradients cost about as much as BPTT. In a stack of such
+    layers lower ones reach all units of the upper ones, and nothing is left out.
+
     Exact is for fixed parameters. If they change between chunks, M is that of the parameters the past was made with.
 
     Args:
@@ -36,9 +41,9 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
       form: how it is computed, not what: "chunks", or "steps", as it was published, which multiplies M at every step.
 
     Returns:
-      The estimator. Memory is S P for S state units and P parameters. Time per step is S P + S² P / K beyond that of
-      BPTT, for chunks of K steps; in the form "steps" S² P. `batched(rtrl(model), 16, watched=4)` takes the influence
-      of 4 of 16 streams alone.
+      The estimator. Memory is S P for S state units and P parameters, or less, as above. Time per step is
+      S P + S² P / K beyond that of BPTT, for chunks of K steps; in the form "steps", which keeps all of M, S² P.
+      `batched(rtrl(model), 16, watched=4)` takes the influence of 4 of 16 streams alone.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
