@@ -30,9 +30,9 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
     product; for any other cell it comes from the reverse pass.
 
     M is kept where it can be non-zero, which is found in the step (`streamgrad.step.sparsity`) and told by
-    `streamgrad.cells.explain`. Where units do not hear each other from step to step, as in `cells.lru` or `cells.mingru`,
-    that is one or two numbers for each parameter, and exact gradients cost about as much as BPTT. In a stack of such
-    layers lower ones reach all units of the upper ones, and nothing is left out.
+    `streamgrad.cells.explain`. Where units do not hear each other from step to step, as in `cells.lru` and
+    `cells.mingru`, that is one or two numbers for each parameter, and exact gradients cost about as much as BPTT. In a
+    stack of such layers lower ones reach all units of the upper ones, and nothing is left out.
 
     Exact is for fixed parameters. If they change between chunks, M is that of the parameters the past was made with.
 
