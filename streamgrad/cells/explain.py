@@ -101,5 +101,5 @@ def _influence(cell: Cell) -> str | None:
     kept = sum(len(leaf.reached) * w.size for leaf, w in zip(reach.leaves, weights, strict=True))
     most = max(len(leaf.reached) for leaf in reach.leaves)
     units, count = len(pattern.state), sum(w.size for w in weights)
-    few = "every weight reaches all units" if most == units else f"a weight reaches {most} units at most"
+    few = "every weight reaches all units" if reach.is_dense else f"at most {most} units for each weight"
     return f"exact RTRL keeps {kept} numbers for each stream, of {units} x {count}: {few}"

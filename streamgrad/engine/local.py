@@ -140,7 +140,7 @@ def _between(reach: shaped.Reach, maps: Linear, kept: PyTree, reset: Array | Non
 
 def _times(v: Array, by: Array) -> Array:
     """Σ_p v[:, p] by[:, p]; of few terms one by one, for a compiler makes a kernel of its own of every sum."""
-    if v.shape[1] > 8:
+    if not 0 < v.shape[1] <= 8:
         return jnp.sum(v * by, axis=1)
     return functools.reduce(jnp.add, [v[:, p] * by[:, p] for p in range(v.shape[1])])
 

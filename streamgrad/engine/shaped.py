@@ -56,7 +56,12 @@ def move(reach: Reach, back: Float[Array, "b R S"], memory: PyTree) -> PyTree:
         found, of_own = [], back
         if width:
             of_own = _take(back, leaf.own, axis=2)  # from a row's own units: to all colours, [b, R, w, rows]
-            found.append(row_by_row(_between_own(reach, leaf, of_own), own))
+            moved = row_by_row(_between_own(reach, leaf, of_own), own)
+            pairs = _pairs(reach, leaf.own[:, :, None], leaf.shared[None, None])
+            if pairs.any():  # never where all that is reached is kept: what all rows reach leads to what all rows reach
+                of_shared = jnp.take(_take(back, leaf.shared, axis=2), _colours(reach, leaf), axis=1)
+                moved += jnp.einsum("bpnt,btna->bpna", _masked(of_shared, pairs), shared)
+            found.append(moved)
         if len(leaf.shared):
             colours = reach.colours[leaf.shared]
             pairs = reach.moves[np.ix_(leaf.shared, leaf.shared)]
@@ -73,7 +78,7 @@ def move(reach: Reach, back: Float[Array, "b R S"], memory: PyTree) -> PyTree:
 
 def row_by_row(jacobians: Float[Array, "b p q rows"], memory: Float[Array, "b q rows A"]) -> Float[Array, "b p rows A"]:
     """Σ_q D[p, q, n] M[q, n] for each row n; of few units as sums, for which no matrix product is worth its while."""
-    if memory.shape[1] > 8:
+    if not 0 < memory.shape[1] <= 8:
         return jnp.einsum("bpqn,bqna->bpna", jacobians, memory)
     terms = [jacobians[:, :, q, :, None] * memory[:, None, q] for q in range(memory.shape[1])]
     return functools.reduce(jnp.add, terms)

@@ -97,12 +97,12 @@ ROWS = (
         "RTRL inside each layer of a stack, backpropagation across layers at the same step",
     ),
     Row(
-        "snap", snap, "biased", "P", "P", ("preactivation",),
-        "dh/dθ where `order=n` steps can reach; with n = 1 a unit's own weights",
+        "snap", snap, "biased", "P per own unit", "P per own unit", ("preactivation",),
+        "dh/dθ where `order=n` steps can reach; with n = 1 at a weight's own units (an LSTM's 2)",
         variants=(MappingProxyType({"order": 2}), MappingProxyType({"inside": "backprop"})),
     ),
     Row(
-        "eprop", eprop, "biased", "P", "P", ("preactivation",),
+        "eprop", eprop, "biased", "P per own unit", "P per own unit", ("preactivation",),
         "eligibility traces of what each unit does by itself, and a learning signal",
         variants=(MappingProxyType({"feedback": "random"}),),
     ),

@@ -60,8 +60,8 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
     check_size(order=order)
     check_choice("inside", inside, ("steps", "backprop"))
     check_choice("form", form, ("chunks", "steps"))
-    local = find_local(model, order)
-    if form == "chunks" and local is not None:
+    local = find_local(model, order) if form == "chunks" else None
+    if local is not None:
         return estimator(
             model, chunkwise(model, local_influence(local, inside), walk_through=local_walk(local, inside))
         )

@@ -116,8 +116,8 @@ def few_columns(weights: Float[Array, "N A"], features: Float[Array, " A"], colu
     """Σ_k W[n, f] a[f] over the features f = columns[k, n] of each row, of which A stands for none."""
     total = jnp.zeros(weights.shape[0], features.dtype)
     for index in columns:
-        first = int(index[0])
-        if np.array_equal(index, np.arange(first, first + len(index))) and index[-1] < weights.shape[1]:
+        first = int(index[0]) if len(index) else 0
+        if np.array_equal(index, np.arange(first, first + len(index))) and first + len(index) <= weights.shape[1]:
             few = jax.lax.slice_in_dim(features, first, first + len(index))
         else:
             few = jnp.append(features, 0)[index]

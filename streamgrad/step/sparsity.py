@@ -178,7 +178,7 @@ def _result(op: Op, program: Program, rows: dict[int, Rows], masks: dict[int, np
             np.repeat(nothing, aval.size, axis=0) if row is None else row
             for row, aval in zip(given, avals, strict=True)
         ]
-        table = np.concatenate([*whole, nothing])  # the last stands for a zero
+        table = np.concatenate(whole)
         return [table[labels.ravel()] for labels in moved]
     everything = np.bitwise_or.reduce(np.concatenate([row for row in given if row is not None]), axis=0)[None]
     return [np.repeat(everything, math.prod(shape), axis=0) for shape in shapes]
@@ -242,7 +242,7 @@ def rearrange(op: Op, arrays: Sequence[np.ndarray]) -> list[np.ndarray] | None:
       arrays: of each operand the numbers of its entries.
 
     Returns:
-      For each output where its entries come from; their count in all stands for a zero. None for any other operation.
+      For each output where its entries come from. None for any other operation.
     """
     begins = np.cumsum([0, *(array.size for array in arrays)])
     numbered = [array + begin for array, begin in zip(arrays, begins, strict=False)]
@@ -271,14 +271,14 @@ def rearrange(op: Op, arrays: Sequence[np.ndarray]) -> list[np.ndarray] | None:
     if op.primitive is split_primitive():
         return np.split(first, np.cumsum(params["sizes"])[:-1], axis=params["axis"])
     if op.primitive is p.pad_p:
-        return _padded(first, params["padding_config"], begins[-1])
+        return _padded(first, params["padding_config"], int(begins[1]))
     return None
 
 
-def _padded(array: np.ndarray, config: Any, zero: int) -> list[np.ndarray] | None:
+def _padded(array: np.ndarray, config: Any, value: int) -> list[np.ndarray] | None:
     if any(min(low, high, inner) < 0 or inner for low, high, inner in config):
         return None
-    return [np.pad(array, [(low, high) for low, high, _ in config], constant_values=zero)]
+    return [np.pad(array, [(low, high) for low, high, _ in config], constant_values=value)]
 
 
 def _mask_of(value: int, constants: dict[int, Any], masks: dict[int, np.ndarray]) -> np.ndarray | None:

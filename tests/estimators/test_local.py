@@ -97,6 +97,48 @@ def test_snap_of_higher_orders(order, form):
     assert error(got.cell, oracle.snap(model, params, chunk, order)) < 1e-10
 
 
+def hub(size):
+    """One unit hears all preactivations, and all of them hear it: rows have a unit of their own, and one in common."""
+
+    def step(affine, state, x):
+        z = affine("w", state[1:], x) + state[0] * jnp.linspace(-1, 1, size)
+        a = jnp.tanh(z)
+        return jnp.concatenate([0.3 * jnp.sum(a, keepdims=True), a[1:]])
+
+    def init(key):
+        return {"w": jax.random.normal(key, (size, size + 1))}
+
+    return sg.cells.affine(step, init, lambda: jnp.zeros(size), example_input=jnp.zeros(2))
+
+
+@pytest.mark.parametrize("form", ["chunks", "steps"])
+def test_snap_of_own_and_common_units(form):
+    """What a row's own unit hears from the common one counts, too."""
+    model = sg.Model(hub(6), sg.heads.squared_error(2))
+    params, chunk = make_params(model), make_chunk(model, 7, reset=(4,))
+    got = run(sg.snap(model, form=form), params, split(chunk, (3, 4)))[0]
+    assert error(got.cell, oracle.snap(model, params, chunk)) < 1e-10
+
+
+@pytest.mark.parametrize("make", [sg.snap, sg.eprop, sg.rflo, sg.rtrl, sg.immediate])
+def test_weights_that_reach_nothing(make):
+    """Such as those of a part that is held fixed: their gradient is zero."""
+
+    def step(affine, state, x):
+        return jnp.tanh(affine("w", state, jax.lax.stop_gradient(affine("frozen", x))))
+
+    cell = sg.cells.affine(
+        step,
+        lambda key: {"w": jax.random.normal(key, (3, 5)), "frozen": jax.random.normal(key, (2, 2))},
+        lambda: jnp.zeros(3),
+        example_input=jnp.zeros(2),
+    )
+    model = sg.Model(cell, sg.heads.squared_error(2))
+    params, chunk = make_params(model), make_chunk(model, 5)
+    got = run(make(model), params, split(chunk, (2, 3)))[0]
+    assert not np.any(got.cell["frozen"]) and np.any(got.cell["w"])
+
+
 @pytest.mark.parametrize("name", ["vanilla", "lstm", "adaptive lif"])
 def test_snap_across_chunks_is_exact_inside_them(name):
     """The influence is SnAp's, and losses reach it by backpropagation: (dL_chunk/dh_0) M_0 with M_0 of the textbook."""

@@ -54,7 +54,22 @@ def odd():
     )
 
 
+def padded():
+    """What is padded with moves as well."""
+
+    def step(p, h, x):
+        return jnp.tanh(p["s"] * jax.lax.pad(h[2:], h[0], [(2, 0, 0)]) + p["w"] @ x)
+
+    return sg.cells.from_function(
+        step,
+        lambda key: {"s": jnp.ones(5), "w": jax.random.normal(key, (5, 2))},
+        lambda: jnp.zeros(5),
+        example_input=jnp.zeros(2),
+    )
+
+
 CELLS = {
+    "padded": padded(),
     "vanilla": sg.cells.vanilla(2, 3),
     "lstm": sg.cells.lstm(2, 3),
     "gru": sg.cells.gru(2, 3),
@@ -105,7 +120,7 @@ def test_pattern_is_where_derivatives_are(name):
         np.testing.assert_array_equal(pattern.cut, cut)
 
 
-@pytest.mark.parametrize("name", ["masked", "columns", "odd", "stack"])
+@pytest.mark.parametrize("name", ["masked", "columns", "odd", "stack", "padded"])
 def test_rtrl_in_that_shape_is_exact(name):
     model = MODELS[name]
     params, chunk = make_params(model), make_chunk(model, 9, reset=(4,))
