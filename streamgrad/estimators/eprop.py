@@ -23,7 +23,7 @@ def eprop(model: Model, feedback: str = "symmetric", seed: int = 0) -> GradientE
         preactivation may be made of another one: vanilla, LSTM, GRU, spiking and diagonal cells in one layer.
       feedback: the learning signal l_t: "symmetric", the gradient at the output, or "random", errors at the head times
         fixed random weights.
-      seed: of the random weights; symmetric feedback has none.
+      seed: of the random weights; symmetric feedback has none. `credit` takes the gradient it is given as the signal.
 
     Returns:
       The estimator. Memory is P for each variable of a neuron; time per step about that of BPTT. Spiking cells have a

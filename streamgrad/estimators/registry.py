@@ -108,8 +108,8 @@ ROWS = (
     ),
     Row(
         "rflo", rflo, "biased", "P", "P", ("preactivation",),
-        "one trace for each weight, which leaks as its unit does, and random feedback",
-        variants=(MappingProxyType({"feedback": "symmetric"}),),
+        "one trace for each weight, which leaks as its unit does; feedback through random weights or symmetric",
+        MappingProxyType({"feedback": "symmetric"}), (MappingProxyType({"feedback": "random"}),),
     ),
     Row(
         "ok", ok, "unbiased", "S P", "r (S N + A)", ("preactivation",),

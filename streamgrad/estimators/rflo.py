@@ -22,7 +22,7 @@ def rflo(model: Model, feedback: str = "random", seed: int = 0) -> GradientEstim
       model: the model whose gradients are estimated. Each row of its cell's weights must enter one unit, as in
         `cells.vanilla(n_in, n_hidden, leak=0.1)`.
       feedback: "random" as published, or "symmetric" for the gradient at the output.
-      seed: of the random weights; symmetric feedback has none.
+      seed: of the random weights; symmetric feedback has none. `credit` takes the gradient it is given as the signal.
 
     Returns:
       The estimator. Memory is P; time per step about that of BPTT.

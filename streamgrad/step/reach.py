@@ -72,8 +72,12 @@ def find_reach(pattern: Pattern, rows: Sequence[int]) -> Reach:
     """
     live = np.asarray(pattern.state.any(axis=0))
     state, cut = pattern.state & live[:, None], pattern.cut & live[:, None]
-    moves = closure(state, np.diag(live))
-    reached = compose(moves, cut)
+    if _all_reach_all(state, live):  # as in most networks, and to find that out step by step would take long
+        moves = live[:, None] & live
+        reached = live[:, None] & np.asarray(cut.any(axis=0))
+    else:
+        moves = closure(state, np.diag(live))
+        reached = compose(moves, cut)
     colours = colour(np.concatenate([moves, reached], axis=1), live)
     ends = np.cumsum(rows)
     parts = np.split(reached, ends[:-1], axis=1)
@@ -86,6 +90,22 @@ def shape_of(reached: Bool[np.ndarray, "S N"], state: Bool[np.ndarray, "S S"], r
     colours = np.arange(len(state))
     parts = np.split(reached, np.cumsum(rows)[:-1], axis=1)
     return Reach(tuple(_sorted(part, colours) for part in parts), colours, len(state), state)
+
+
+def _all_reach_all(state: Bool[np.ndarray, "S S"], live: Bool[np.ndarray, " S"]) -> bool:
+    """Whether every live unit reaches every other: one of them reaches all, and all reach it."""
+    if not live.any():
+        return False
+    for pattern in (state, state.T):
+        found = np.arange(len(live)) == np.argmax(live)
+        while True:
+            new = found | (np.asarray(pattern[:, found].any(axis=1)) & live)
+            if np.array_equal(new, found):
+                break
+            found = new
+        if not np.array_equal(found, live):
+            return False
+    return True
 
 
 def closure(state: Bool[np.ndarray, "S S"], start: Bool[np.ndarray, "S n"]) -> Bool[np.ndarray, "S n"]:
@@ -113,13 +133,13 @@ def compose(state: Bool[np.ndarray, "m S"], before: Bool[np.ndarray, "S n"]) -> 
 
 def colour(together: Bool[np.ndarray, "S n"], live: Bool[np.ndarray, " S"]) -> Int[np.ndarray, " S"]:
     """Colours of the live units, as few as come easily: none appears twice in a column of `together`."""
+    colours = np.full(len(live), -1)
+    if np.any(together[live].all(axis=0)):  # one column has them all
+        colours[live] = np.arange(live.sum())
+        return colours
     bits = np.packbits(together.T, axis=1)
     different = {row.tobytes(): number for number, row in enumerate(bits)}
     columns = together[:, list(different.values())]
-    colours = np.full(len(live), -1)
-    if np.any(columns[live].all(axis=0)):  # one column has them all
-        colours[live] = np.arange(live.sum())
-        return colours
     members = [np.flatnonzero(column) for column in columns.T]
     for unit in np.flatnonzero(live):
         neighbours = [colours[members[number]] for number in np.flatnonzero(columns[unit])]

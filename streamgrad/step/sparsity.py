@@ -43,8 +43,8 @@ def find_pattern(model: Model, still: bool = False) -> Pattern | None:
       still: whether the features of all weights are held fixed: the pattern of what the state does by itself.
 
     Returns:
-      The pattern; None where it cannot be known: the cell has no preactivations, it does not say what its input is, or
-      it cannot be differentiated forwards.
+      The pattern; None where it cannot be known: the cell has no preactivations, it does not say what its input is, it
+      cannot be differentiated forwards, or it has tens of thousands of units.
 
     Example:
       >>> import streamgrad as sg
@@ -86,6 +86,10 @@ def feature_pattern(model: Model) -> list[Bool[np.ndarray, "A S"]] | None:
     return np.split(found, np.cumsum([leaf.shape[1] for leaf in jax.tree.leaves(params)])[:-1])
 
 
+# Pairs of entries beyond which no pattern is looked for: to find it would take minutes, and no influence is that large.
+LARGEST = 1 << 30
+
+
 def _shapes(model: Model) -> tuple[PyTree, PyTree]:
     """Of the cell's parameters and state."""
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -100,6 +104,9 @@ def _derivative(model: Model, still: bool) -> Program | None:
         return None
     params, state = _shapes(model)
     dz = jax.eval_shape(cut.into, params, state, cell.example_input)
+    units, rows = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (state, dz))
+    if (units + rows) * max(units, rows) > LARGEST:
+        return None
 
     def tangent(params: PyTree, state: PyTree, x: PyTree, along: PyTree, pushed: PyTree) -> PyTree:
         def step(state: PyTree, dz: PyTree) -> PyTree:
