@@ -20,7 +20,8 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Model, Params
 from streamgrad.engine import shaped
-from streamgrad.engine.chunkwise import Across, Crossing, Walk
+from streamgrad.engine.chunkwise import Across, Crossing, Walk, chunkwise
+from streamgrad.engine.estimator import Algorithm
 from streamgrad.engine.passes import backward, forward, read_out
 from streamgrad.engine.unroll import unroll
 from streamgrad.step.linear import Linear, linear
@@ -28,6 +29,11 @@ from streamgrad.step.local import Local
 from streamgrad.step.weights import Outer, add_pulled, sum_outer
 
 Signal = Callable[[Params, Float[Array, "K B S"], PyTree, Float[Array, "K B S"]], Float[Array, "K B S"]]
+
+
+def by_own_units(model: Model, local: Local, inside: str, signal: Signal | None = None) -> Algorithm:
+    """The algorithm of an influence at each weight's own units; arguments as in `local_walk`."""
+    return chunkwise(model, local_influence(local, inside), walk_through=local_walk(local, inside, signal))
 
 
 def local_influence(local: Local, inside: str) -> Across:

@@ -2,10 +2,9 @@
 
 from streamgrad.base import GradientEstimator, Model
 from streamgrad.checks import find_cut
-from streamgrad.engine.chunkwise import chunkwise
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.feedback import find_feedback
-from streamgrad.engine.local import local_influence, local_walk
+from streamgrad.engine.local import by_own_units
 from streamgrad.step.local import Local, find_still
 
 
@@ -45,9 +44,7 @@ def eprop(model: Model, feedback: str = "symmetric", seed: int = 0) -> GradientE
     """
     signal = find_feedback("eprop", model, feedback, seed)
     local = find_traces("eprop", model)
-    return estimator(
-        model, chunkwise(model, local_influence(local, "steps"), walk_through=local_walk(local, "steps", signal))
-    )
+    return estimator(model, by_own_units(model, local, "steps", signal))
 
 
 def find_traces(name: str, model: Model) -> Local:

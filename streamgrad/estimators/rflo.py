@@ -1,10 +1,9 @@
 """Random-feedback local online learning: the leak of each unit, and errors through random weights."""
 
 from streamgrad.base import GradientEstimator, Model
-from streamgrad.engine.chunkwise import chunkwise
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.feedback import find_feedback
-from streamgrad.engine.local import local_influence, local_walk
+from streamgrad.engine.local import by_own_units
 from streamgrad.estimators.eprop import find_traces
 
 
@@ -47,6 +46,4 @@ def rflo(model: Model, feedback: str = "random", seed: int = 0) -> GradientEstim
             "rflo needs a cell in which each row of weights has one unit, such as cells.vanilla: for others, such as "
             "an LSTM, use eprop."
         )
-    return estimator(
-        model, chunkwise(model, local_influence(local, "steps"), walk_through=local_walk(local, "steps", signal))
-    )
+    return estimator(model, by_own_units(model, local, "steps", signal))

@@ -71,11 +71,7 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
 def find_across(model: Model) -> Across:
     """M across chunks, in the shape that it has for this model's cell."""
     pattern = find_pattern(model)
-    return _whole(model) if pattern is None else _in_shape(find_reach(pattern, _rows(model)))
-
-
-def _rows(model: Model) -> tuple[int, ...]:
-    return cuts.layout(model.cell, model.cell.cuts["preactivation"]).rows
+    return _whole(model) if pattern is None else _in_shape(find_reach(pattern, cuts.preactivation_rows(model.cell)))
 
 
 def _whole(model: Model) -> Across:

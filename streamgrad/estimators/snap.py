@@ -7,9 +7,8 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, check_size, find_cut
 from streamgrad.engine import shaped
-from streamgrad.engine.chunkwise import chunkwise
 from streamgrad.engine.estimator import estimator
-from streamgrad.engine.local import local_influence, local_walk
+from streamgrad.engine.local import by_own_units
 from streamgrad.engine.stepwise import online
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
@@ -62,9 +61,7 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
     check_choice("form", form, ("chunks", "steps"))
     local = find_local(model, order) if form == "chunks" else None
     if local is not None:
-        return estimator(
-            model, chunkwise(model, local_influence(local, inside), walk_through=local_walk(local, inside))
-        )
+        return estimator(model, by_own_units(model, local, inside))
     if inside == "backprop":
         raise ValueError(
             "snap(inside='backprop') needs the form 'chunks', and a cell in which each row of weights enters few units "
@@ -81,8 +78,7 @@ def _mask(model: Model, order: int) -> Reach:
             "snap asks where the derivatives of the cell's step can be non-zero, which is not known of a cell that "
             "does not say what its input is, or cannot be differentiated forwards: give it an example_input."
         )
-    rows = cuts.layout(model.cell, model.cell.cuts["preactivation"]).rows
-    return shape_of(reached_within(pattern, still, order), pattern.state, rows)
+    return shape_of(reached_within(pattern, still, order), pattern.state, cuts.preactivation_rows(model.cell))
 
 
 def _stepwise(model: Model, reach: Reach) -> Influence:

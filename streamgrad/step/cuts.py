@@ -77,6 +77,11 @@ def layout(cell: Cell, cut: Cut) -> Layout:
     return Layout(sum(rows), state_size, rows)
 
 
+def preactivation_rows(cell: Cell) -> tuple[int, ...]:
+    """How many preactivations each weight matrix of a cell has, in order."""
+    return layout(cell, cell.cuts["preactivation"]).rows
+
+
 class Step(NamedTuple):
     """One transition h_{t-1} -> h_t with its derivatives as linear maps, over ravelled vectors.
 

@@ -50,7 +50,7 @@ def find_local(model: Model, order: int) -> Local | None:
     if reached.sum(axis=0).max(initial=0) > WIDEST:
         return None
     wanted = compose(reached, reached.T)  # units of the same row
-    rows = _rows(model)
+    rows = cuts.preactivation_rows(model.cell)
     starts = np.cumsum([0, *rows])
     columns, through = [], np.zeros_like(still.state)
     for start, size, reads in zip(starts, rows, features, strict=False):
@@ -79,7 +79,9 @@ def find_still(model: Model) -> Local | None:
     reached = closure(still.state, still.cut)
     if reached.sum(axis=0).max(initial=0) > WIDEST:
         return None
-    return Local(_reach(model, reached, still), [np.zeros((0, size), int) for size in _rows(model)])
+    return Local(
+        _reach(model, reached, still), [np.zeros((0, size), int) for size in cuts.preactivation_rows(model.cell)]
+    )
 
 
 def reached_within(pattern: Pattern, still: Pattern, order: int) -> Bool[np.ndarray, "S N"]:
@@ -100,15 +102,11 @@ def reached_within(pattern: Pattern, still: Pattern, order: int) -> Bool[np.ndar
     return reached | compose(pairs, reached)
 
 
-def _rows(model: Model) -> tuple[int, ...]:
-    return cuts.layout(model.cell, model.cell.cuts["preactivation"]).rows
-
-
 def _reach(model: Model, reached: Bool[np.ndarray, "S N"], step: Pattern) -> Reach:
     """Tables of what rows reach, with colours for one step; units of a row differ in colour, too."""
     colours = colour(np.concatenate([step.state, reached], axis=1), np.ones(len(reached), bool))
     leaves = []
-    for part in np.split(reached, np.cumsum(_rows(model))[:-1], axis=1):
+    for part in np.split(reached, np.cumsum(cuts.preactivation_rows(model.cell))[:-1], axis=1):
         own = own_units(part, colours)
         leaves.append(Leaf(own, np.zeros(0, int), own < len(reached)))
     return Reach(tuple(leaves), colours, int(colours.max()) + 1, step.state)
