@@ -158,6 +158,17 @@ def test_copy_shows_symbols_and_asks_for_them_and_grows():
         assert sizes[:1] == [2] and sizes[-1] == 4 and sizes == sorted(sizes)
 
 
+def test_lengths_of_the_copy_task_are_spread():
+    """From level - 2 to level, and from 1 where that is less; each as often as the others."""
+    task = find_task("copy", first=4, spread=2, batch_size=600, length=1)
+    for level, sizes in ((4, {2, 3, 4}), (2, {1, 2})):
+        state = task.init(jax.random.key(0))._replace(level=jnp.asarray(level))
+        drawn = np.asarray(task.sample(task.data, state, jax.random.key(1))[1].size)
+        assert set(drawn.tolist()) == sizes
+        for size in sizes:
+            assert abs(np.mean(drawn == size) - 1 / len(sizes)) < 0.1
+
+
 def test_the_curriculum_averages_the_loss_of_recalled_symbols():
     task = find_task("copy", first=1, decay=0.9, threshold=0.3, batch_size=1, length=2)
     state = task.init(jax.random.key(0))
@@ -218,6 +229,7 @@ def test_a_bad_text_is_named(tmp_path, content, words):
         ({"name": "digits", "length": 3}, "length must divide the 8 steps"),
         ({"name": "digits", "split": "valid"}, "split must be one of"),
         ({"name": "copy", "first": 9, "longest": 5}, "first must not be more than longest"),
+        ({"name": "copy", "spread": -1}, "spread must be a whole number of at least 0"),
         ({"name": "copy", "decay": 1.0}, "decay must be"),
         ({"name": "copy", "threshold": 0.0}, "threshold must be"),
         ({"name": "mnist"}, "STREAMGRAD_DATA"),

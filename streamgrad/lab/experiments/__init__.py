@@ -17,6 +17,7 @@ MODULES = {
 
 # Run when named, but no part of "all".
 EXTRA = {
+    "streams": "streamgrad.lab.experiments.streams",
     "tune": "streamgrad.lab.experiments.tune",
 }
 

@@ -17,6 +17,7 @@ TASKS = {
     "queue": "random bits, to be given back after a delay",
     "copy": "read symbols, then give them back; their number grows with what the network can do",
     "text": "predict the next character of a text file",
+    "series": "predict the next value of a chaotic series, or of numbers in a file",
 }
 
 

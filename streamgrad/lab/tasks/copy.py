@@ -37,6 +37,7 @@ def copy(
     longest: int = 40,
     threshold: float = 0.1,
     decay: float = 0.99,
+    spread: int = 0,
     batch_size: int = 50,
     length: int = 1,
 ) -> Task:
@@ -56,6 +57,7 @@ def copy(
       longest: where n stops to grow.
       threshold: in nats per symbol.
       decay: of the average, at least 0 and below 1.
+      spread: the lengths of episodes are drawn from n - `spread`, or 1, to n; the papers of SnAp and KF-RTRL have 5.
       batch_size: B, streams at once; they share the curriculum.
       length: T, steps of a chunk. Streams go on across chunks.
 
@@ -74,6 +76,7 @@ def copy(
     check_size(first=first, longest=longest, batch_size=batch_size, length=length)
     if first > longest:
         raise ValueError(f"first must not be more than longest, {longest}, but it is {first}.")
+    check_size(least=0, spread=spread)
     check_decay(decay)
     check_number(threshold=threshold)
     if threshold <= 0:
@@ -90,11 +93,12 @@ def copy(
             jnp.full((), chance, float),
         )
 
-    def one_step(level: Array, carry: tuple, symbol: Array) -> tuple[tuple, tuple[Array, Array, Bool[Array, ""]]]:
-        """One step of one stream; `symbol` is the one that is read if any is."""
+    def one_step(carry: tuple, now: tuple[Array, Array]) -> tuple[tuple, tuple[Array, Array, Bool[Array, ""]]]:
+        """One step of one stream: `now` has the symbol that is read, and the length of an episode, if one begins."""
         seen, step, size = carry
+        symbol, drawn = now
         begins = step == 0
-        size = jnp.where(begins, level, size)
+        size = jnp.where(begins, drawn, size)
         reads = step < size
         seen = jnp.where(reads, seen.at[jnp.minimum(step, longest - 1)].set(symbol), seen)
         inputs = jax.nn.one_hot(jnp.where(reads, symbol, symbols), symbols + 1, dtype=float)
@@ -104,11 +108,13 @@ def copy(
     def sample(data: PyTree, state: CopyState, key: Array) -> tuple[Chunk, CopyState]:
         del data
         drawn = jax.random.randint(key, (batch_size, length), 0, symbols, jnp.int32)
+        shortest = jnp.maximum(state.level - spread, 1)
+        sizes = jax.random.randint(jax.random.fold_in(key, 1), drawn.shape, shortest, state.level + 1, jnp.int32)
 
-        def stream(seen: Array, step: Array, size: Array, drawn: Array) -> tuple[tuple, tuple]:
-            return jax.lax.scan(lambda carry, symbol: one_step(state.level, carry, symbol), (seen, step, size), drawn)
+        def stream(seen: Array, step: Array, size: Array, drawn: Array, sizes: Array) -> tuple[tuple, tuple]:
+            return jax.lax.scan(one_step, (seen, step, size), (drawn, sizes))
 
-        (seen, step, size), chunk = jax.vmap(stream)(state.symbols, state.step, state.size, drawn)
+        (seen, step, size), chunk = jax.vmap(stream)(state.symbols, state.step, state.size, drawn, sizes)
         return Chunk(*chunk), state._replace(symbols=seen, step=step, size=size)
 
     def observe(state: CopyState, chunk: Chunk, info: Info) -> tuple[CopyState, dict[str, Array]]:

@@ -34,6 +34,11 @@ def text(path: str | Path, batch_size: int = 50, length: int = 10) -> Task:
     """
     check_size(batch_size=batch_size, length=length)
     vocabulary, codes = read_text(Path(str(path)))
+    return text_task(vocabulary, codes, batch_size, length)
+
+
+def text_task(vocabulary: str, codes: np.ndarray, batch_size: int, length: int) -> Task:
+    """A text whose characters are numbers already, see `text`."""
     size, places = len(vocabulary), len(codes) - 1  # the last character has no next one
     data = jnp.asarray(codes, jnp.int32)
 
@@ -61,7 +66,18 @@ def read_text(path: Path) -> tuple[str, np.ndarray]:
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8, at byte {error.start}: convert it first.") from error
+    return codes_of(content, f"the text {path}")
+
+
+def codes_of(content: str, name: str = "the text") -> tuple[str, np.ndarray]:
+    """The vocabulary of a text, and its characters as numbers.
+
+    Example:
+      >>> vocabulary, codes = codes_of("abba")
+      >>> vocabulary, codes.tolist()
+      ('ab', [0, 1, 1, 0])
+    """
     vocabulary, codes = np.unique(np.array(list(content), dtype=str), return_inverse=True)
     if len(vocabulary) < 2:
-        raise ValueError(f"the text {path} needs at least two different characters, and has {len(vocabulary)}.")
+        raise ValueError(f"{name} needs at least two different characters, and has {len(vocabulary)}.")
     return "".join(vocabulary), codes

@@ -1,0 +1,167 @@
+"""Text: the next character of a stream that is read once, with an update every 1, 4 or 16 characters."""
+
+import dataclasses
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from streamgrad import cells
+from streamgrad.base import Model
+from streamgrad.lab.experiments import plots
+from streamgrad.lab.experiments.base import Claim, Section, Table
+from streamgrad.lab.experiments.evidence import difference, judge
+from streamgrad.lab.experiments.streams.lanes import (
+    Best,
+    all_lanes,
+    best_of,
+    file_of,
+    read_cases,
+    train_lanes,
+    write_case,
+)
+from streamgrad.lab.experiments.streams.methods import for_streams
+from streamgrad.lab.progress import Progress
+from streamgrad.lab.tasks.text import codes_of, read_text, text_task
+
+FILE = "tinyshakespeare.txt"  # where there is a data folder
+LEVEL = 0.02  # nats per character within which two methods are level
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """What is run.
+
+    Attributes:
+      chunks: K, characters between two updates.
+      methods: by their names.
+      cell: of the network.
+      hidden: its units.
+      streams: at once.
+      steps: characters that each stream reads, whatever K is.
+      rates: the grid of learning rates.
+      seeds: how many.
+      points: rows of each curve.
+      source: "python", the documentation that comes with Python, or "file", `tinyshakespeare.txt` in the data folder.
+      name: of the part.
+    """
+
+    chunks: tuple[int, ...]
+    methods: tuple[str, ...]
+    cell: str
+    hidden: int
+    streams: int
+    steps: int
+    rates: tuple[float, ...]
+    seeds: int
+    points: int = 20
+    source: str = "python"
+    name: str = "text"
+
+
+def load(source: str, data: Path | None) -> tuple[str, np.ndarray]:
+    """Vocabulary and codes of the text.
+
+    Args:
+      source: "python" or "file".
+      data: the data folder, in which "file" looks for `tinyshakespeare.txt`.
+
+    Returns:
+      The vocabulary, and the characters as numbers.
+    """
+    if source == "python":
+        from pydoc_data.topics import topics
+
+        return codes_of("\n".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore").decode())
+    if data is None:
+        raise ValueError(f"the experiment streams reads {FILE} in the data folder: name one with --data FOLDER.")
+    return read_text(data / FILE)
+
+
+def train(part: Text, folder: Path, progress: Progress, resume: bool, seed: int, data: Path | None) -> None:
+    """Train every method at every K, all rates and seeds at once, and write a file for each."""
+    vocabulary, codes = load(part.source, data)
+    lanes = all_lanes(1, part.rates, range(seed, seed + part.seeds))
+    for length, method in itertools.product(part.chunks, part.methods):
+        path = folder / file_of(method, length)
+        if resume and path.exists():
+            continue
+        task = text_task(vocabulary, codes, part.streams, length)
+        model = Model(getattr(cells, part.cell)(task.n_in, part.hidden), task.head)
+        show = functools.partial(progress, f"text, {method}, chunks of {length}")
+        est = for_streams(method, model, part.streams)
+        rows = train_lanes(model, task, est, lanes, part.steps // length, part.points, show=show)
+        about = {"method": method, "chunk": length, "source": part.source, "device": jax.devices()[0].device_kind}
+        write_case(path, rows, about)
+
+
+def section(folder: Path) -> Section | None:
+    """Nats per character against steps and against seconds, the table, and the claims."""
+    found = results(folder)
+    if not found:
+        return None
+    chunks = sorted({length for _, length in found})
+    fig, axes = plots.figure(len(chunks), 2, height=2.6, sharey="row")
+    table = Table(["method", "K", "nats per character", "seconds"], [])
+    methods = list(dict.fromkeys(method for method, _ in found))
+    for (method, length), best in found.items():
+        if not best.rows:
+            table.rows.append([method, str(length), "diverged", ""])
+            continue
+        seconds = [float(np.mean([curve[i]["seconds"] for curve in best.rows])) for i in range(len(best.rows[0]))]
+        loss = [float(np.mean([curve[i]["loss"] for curve in best.rows])) for i in range(len(best.rows[0]))]
+        steps, index = [row["steps"] for row in best.rows[0]], methods.index(method)
+        for ax, along in zip(axes[chunks.index(length)], (steps, seconds), strict=True):
+            ax.plot(
+                along,
+                loss,
+                label=method,
+                linewidth=1.6,
+                color=plots.COLOURS[index % 7],
+                linestyle=plots.STYLES[index % 7],
+            )
+        table.rows.append([method, str(length), str(best), f"{seconds[-1]:.1f}"])
+    for (left, right), length in zip(axes, chunks, strict=True):
+        left.set_ylabel(f"nats, chunks of {length}")
+        right.set_xscale("log")
+    axes[-1, 0].set_xlabel("characters of a stream")
+    axes[-1, 1].set_xlabel("seconds")
+    plots.legend_below(fig, axes[0, 0], 2)
+    text = (
+        "The next character of a text, read as streams that never begin anew but at its end. Loss over the last tenth, "
+        "with the best learning rate of the grid in brackets; mean over seeds and 95% interval. Seconds are those of "
+        "all rates and seeds of a method, trained at once, without compilation."
+    )
+    files = [f"text/{path.name}" for path in sorted(folder.glob("*.csv"))]
+    return Section("Text, character by character", fig, text, claims(folder), table, files)
+
+
+def results(folder: Path) -> dict[tuple[str, int], Best]:
+    """The best of every method at every K."""
+    grouped: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in read_cases(folder):
+        grouped.setdefault((row["method"], int(row["chunk"])), []).append(row)
+    return {key: best_of(rows) for key, rows in sorted(grouped.items(), key=lambda item: item[0][1])}
+
+
+def claims(folder: Path) -> list[Claim]:
+    """Exact methods are level with TBPTT at equal steps; what is given away by others is in the table."""
+    found, made = results(folder), []
+    for length in sorted({length for _, length in found}):
+        base = found.get(("tbptt", length))
+        for method in ("rtrl", "ok(8)"):
+            best = found.get((method, length))
+            if best is None or base is None:
+                continue
+            text = (
+                f"{method} is level with TBPTT on text by chunks of {length}, to {LEVEL} nats per character, or better."
+            )
+            if not len(best.finals) or not len(base.finals):
+                made.append(judge(text, None, ""))
+                continue
+            more = difference(best.finals, base.finals)
+            made.append(judge(text, [more.below(LEVEL)], f"{best} against {base}: {more} nats more."))
+    return made
