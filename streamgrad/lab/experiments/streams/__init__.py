@@ -2,7 +2,7 @@
 
 | part | question |
 |---|---|
-| recall | the bit of D steps ago, by chunks of K: which methods learn it where D > K? |
+| recall | the bit of D steps ago, by chunks of K: which methods learn it where D >= K? |
 | series | chaotic series, an update at every step: our numbers beside published ones |
 | text | the next character, updates every 1, 4, 16 steps: loss against steps and seconds |
 | copy | a curriculum: which length is copied after so many characters? |

@@ -1,4 +1,4 @@
-"""Recall: the bit of D steps ago, by chunks of K steps. Truncated BPTT must fail where D > K; what does not?"""
+"""Recall: the bit of D steps ago, by chunks of K steps. Truncated BPTT must fail where D >= K; what does not?"""
 
 import dataclasses
 import functools
@@ -125,7 +125,7 @@ def section(folder: Path) -> Section | None:
     text = (
         "A network gives back the bit of D steps ago, and learns after every chunk of K steps; all methods see the "
         "same number of bits. Shown is the loss over the last tenth, in nats, with the best learning rate of the grid, "
-        f"mean over seeds; guessing costs {CHANCE:.3f}. Above the white line D > K: credit must come "
+        f"mean over seeds; guessing costs {CHANCE:.3f}. Above the white line D >= K: all credit must come "
         "from before the chunk."
     )
     header = ["method", "K", *(f"D = {delay}" for delay in delays)]
@@ -185,8 +185,8 @@ def _heat_maps(found: dict[tuple[str, int, int], Best], methods: list[str], chun
                 ax.text(
                     j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, color="black" if bright else "white"
                 )
-        for j, k in enumerate(chunks):  # the border between D <= K and D > K
-            edge = sum(d <= k for d in delays) - 0.5
+        for j, k in enumerate(chunks):  # the border between D < K and D >= K
+            edge = sum(d < k for d in delays) - 0.5
             ax.plot([j - 0.5, j + 0.5], [edge, edge], color="white", linewidth=1.6)
         ax.grid(visible=False)
         ax.set_title(method, fontsize=10)
