@@ -4,6 +4,7 @@ An episode that ends begins again at once: the observation that comes with `done
 """
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -120,7 +121,7 @@ def from_gymnax(name: str, success: float = 0.0, **settings: Any) -> Environment
       time is done like any other.
     """
     try:
-        import gymnax
+        gymnax = importlib.import_module("gymnax")
     except ImportError as error:
         raise ValueError(f"from_gymnax({name!r}) needs gymnax: pip install gymnax ({error}).") from error
     known = getattr(gymnax, "registered_envs", None)

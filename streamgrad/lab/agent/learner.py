@@ -10,19 +10,18 @@ that their sum is all that is kept: P numbers for each stream.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
-from streamgrad.base import Cell, GradientEstimator, Head, Model, Params
+from streamgrad.base import Cell, GradientEstimator, Model, Params
 from streamgrad.checks import check_number, check_size
 from streamgrad.engine.streams import batched
-from streamgrad.heads import from_function
+from streamgrad.lab.agent.head import actor_critic_head
 from streamgrad.lab.environments import Environment
 
 
@@ -142,42 +141,6 @@ class Agent(NamedTuple):
     model: Model
 
 
-def actor_critic_head(n_actions: int) -> Head:
-    """A head that reads a policy and a value: logits = W y + b, V = w · y + c. It begins near the even policy.
-
-    Args:
-      n_actions: how many there are.
-
-    Returns:
-      The head. It predicts `(logits[n_actions], value)`. A target is a pair of an action and the return that followed,
-      and the loss -(return - V) log π(action) + (return - V)² / 2, where V is held fixed in the first term.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> head = actor_critic_head(3)
-      >>> params = head.init_params(jax.random.key(0), 5)
-      >>> logits, value = head.predict(params, jnp.zeros(5))
-      >>> logits.tolist(), float(value)
-      ([0.0, 0.0, 0.0], 0.0)
-    """
-    check_size(n_actions=n_actions)
-
-    def init_params(key: Array, width: int) -> PyTree:
-        # Small, as a policy that is sure of itself before it has seen anything explores badly.
-        return {"w": 0.01 * jax.random.normal(key, (n_actions + 1, width)), "b": jnp.zeros(n_actions + 1)}
-
-    def predict(params: PyTree, output: Array) -> tuple[Float[Array, " n"], Float[Array, ""]]:
-        read = params["w"] @ output + params["b"]
-        return read[:-1], read[-1]
-
-    def loss(params: PyTree, output: Array, target: tuple[Array, Array]) -> Array:
-        logits, value = predict(params, output)
-        gap = target[1] - value
-        return -jax.lax.stop_gradient(gap) * jax.nn.log_softmax(logits)[target[0]] + gap**2 / 2
-
-    return from_function(init_params, loss, predict)
-
-
 def make_agent(
     environment: Environment,
     make_cell: Callable[[int, int], Cell],
@@ -207,118 +170,6 @@ def make_agent(
     model = Model(make_cell(environment.n_observations, config.hidden), actor_critic_head(environment.n_actions))
     learner = _Learner(environment, model, batched(make_estimator(model), config.streams), config)
     return Agent(learner.init, learner.step, learner.run, model)
-
-
-def windows(
-    agent: Agent, config: AgentConfig, rates: Sequence[float], seeds: Sequence[int], state: AgentState | None = None
-) -> Iterator[tuple[AgentState, list[dict[str, Any]]]]:
-    """Train all learning rates and seeds at once, a window of steps at a time.
-
-    Args:
-      agent: from `make_agent`.
-      config: the one it was made with.
-      rates: learning rates.
-      seeds: each rate is tried with all of them.
-      state: where to go on, from an earlier call with the same arguments; None to begin.
-
-    Yields:
-      The state, whose leaves have a leading axis for the runs, rate by rate, and a row for each run, as `train_agent`
-      has them. The state is handed on to the next window: copy what is to be kept (`jax.device_get`).
-    """
-    runs = [(rate, seed) for rate in rates for seed in seeds]
-    if state is None:
-        state = jax.jit(jax.vmap(agent.init))(jnp.array([s for _, s in runs]), jnp.array([r for r, _ in runs], float))
-    run = jax.jit(jax.vmap(agent.run), donate_argnums=0)
-    for _ in range(int(state.step[0]), config.steps, config.window):
-        state, totals = run(state)
-        finite = jax.vmap(_all_finite)(state.params)
-        columns = jax.device_get((state.step, totals, finite))
-        yield (
-            state,
-            [_row(rate, seed, jax.tree.map(lambda c, i=i: c[i], columns)) for i, (rate, seed) in enumerate(runs)],
-        )
-
-
-def train_agent(
-    environment: Environment,
-    make_cell: Callable[[int, int], Cell],
-    make_estimator: Callable[[Model], GradientEstimator],
-    config: AgentConfig,
-    rates: Sequence[float],
-    seeds: Sequence[int],
-) -> list[dict[str, Any]]:
-    """Train an agent with every learning rate and seed, all at once, and return the curves.
-
-    Args:
-      environment: as in `make_agent`, like the next three.
-      make_cell: likewise.
-      make_estimator: likewise.
-      config: likewise.
-      rates: learning rates.
-      seeds: each rate is tried with all of them.
-
-    Returns:
-      A row for each window and run: `rate`, `seed`, `step`, and of the episodes that ended within the window their
-      number `episodes`, the part `success` of them that succeeded and their `mean_return` (both NaN if there were
-      none); `finite` says whether the parameters still are.
-
-    Example:
-      >>> import streamgrad as sg
-      >>> from streamgrad.lab.environments import t_maze
-      >>> config = AgentConfig(hidden=4, streams=2, steps=20, window=10)
-      >>> rows = train_agent(t_maze(2), sg.cells.vanilla, sg.immediate, config, rates=[1e-3, 1e-2], seeds=[0])
-      >>> [(row["rate"], row["step"], row["finite"]) for row in rows]
-      [(0.001, 10, True), (0.01, 10, True), (0.001, 20, True), (0.01, 20, True)]
-    """
-    agent = make_agent(environment, make_cell, make_estimator, config)
-    return [row for _, rows in windows(agent, config, rates, seeds) for row in rows]
-
-
-def final_success(rows: Sequence[Mapping[str, Any]], part: float = 0.2) -> dict[tuple[float, int], float]:
-    """The success of each run in the last part of its steps.
-
-    Args:
-      rows: of `train_agent`.
-      part: which part of the windows counts; the last one in any case.
-
-    Returns:
-      By rate and seed, the part of the episodes that succeeded; 0 for a run whose parameters are no longer finite.
-
-    Example:
-      >>> row = {"rate": 0.1, "seed": 0, "episodes": 10, "success": 0.5, "finite": True}
-      >>> final_success([row, row | {"success": 1.0, "episodes": 30}], part=1.0)
-      {(0.1, 0): 0.875}
-    """
-    curves: dict[tuple[float, int], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        curves.setdefault((row["rate"], row["seed"]), []).append(row)
-    return {run: _success(curve[-max(1, round(part * len(curve))) :]) for run, curve in curves.items()}
-
-
-def _success(rows: Sequence[Mapping[str, Any]]) -> float:
-    episodes = sum(row["episodes"] for row in rows)
-    if not rows[-1]["finite"] or not episodes:
-        return 0.0
-    return sum(row["success"] * row["episodes"] for row in rows if row["episodes"]) / episodes
-
-
-def _row(rate: float, seed: int, columns: tuple[Any, Totals, Any]) -> dict[str, Any]:
-    step, totals, finite = columns
-    episodes = int(totals.episodes)
-    success, mean_return = (float(x) / episodes if episodes else np.nan for x in (totals.successes, totals.returns))
-    return {
-        "rate": rate,
-        "seed": seed,
-        "step": int(step),
-        "episodes": episodes,
-        "success": success,
-        "mean_return": mean_return,
-        "finite": bool(finite),
-    }
-
-
-def _all_finite(tree: PyTree) -> Bool[Array, ""]:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -377,12 +228,12 @@ class _Learner:
         delta = state.reward + config.gamma * jnp.where(begins, 0, value) - value_before
 
         action = jax.random.categorical(act_key, logits)
-        scored = jax.vmap(jax.grad(self._score, argnums=(0, 1)), in_axes=(None, 0, 0))
-        head, dl_doutput = scored(params.head, output, action)
+        scores = jax.vmap(jax.grad(self._score, argnums=(0, 1)), in_axes=(None, 0, 0))
+        head, dl_doutput = scores(params.head, output, action)
         score = Params(self.est.credit(params, memory, dl_doutput[:, None], per_stream=True), head)
-        head, dl_doutput = jax.grad(self._mean_entropy, argnums=(0, 1))(params.head, output)
-        # The estimator takes the mean over streams itself.
-        spread = Params(self.est.credit(params, memory, config.streams * dl_doutput[:, None]), head)
+        entropies = jax.vmap(jax.grad(self._entropy, argnums=(0, 1)), in_axes=(None, 0))
+        head, dl_doutput = entropies(params.head, output)
+        spread = Params(self.est.credit(params, memory, dl_doutput[:, None]), jax.tree.map(_mean, head))
 
         def descent(eligibility: Array, spread: Array) -> Array:
             return -jnp.tensordot(delta, eligibility, axes=1) / config.streams - config.entropy * spread
@@ -436,9 +287,9 @@ class _Learner:
         logits, value = self.model.head.predict(head, output)
         return jax.nn.log_softmax(logits)[action] + self.config.critic * value
 
-    def _mean_entropy(self, head: PyTree, output: Float[Array, "B width"]) -> Float[Array, ""]:
-        log_p = jax.nn.log_softmax(self._read(head, output)[0])
-        return -jnp.mean(jnp.sum(jnp.exp(log_p) * log_p, axis=1))
+    def _entropy(self, head: PyTree, output: Float[Array, " width"]) -> Float[Array, ""]:
+        log_p = jax.nn.log_softmax(self.model.head.predict(head, output)[0])
+        return -jnp.sum(jnp.exp(log_p) * log_p)
 
 
 def _key(seed: Any, step: Any) -> Array:
@@ -449,3 +300,7 @@ def _key(seed: Any, step: Any) -> Array:
 def _each(scale: Float[Array, " B"], leaf: Array) -> Array:
     """A leaf times a number for each stream."""
     return leaf * scale.reshape(-1, *[1] * (leaf.ndim - 1))
+
+
+def _mean(leaf: Array) -> Array:
+    return jnp.mean(leaf, axis=0)
