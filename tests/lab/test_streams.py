@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import streamgrad as sg
 from streamgrad.estimators import REGISTRY
 from streamgrad.lab.experiments import find_experiment, streams
 from streamgrad.lab.experiments.reproduce import reproduce
-from streamgrad.lab.experiments.streams import copying, recall, series, text
+from streamgrad.lab.experiments.streams import agent, copying, recall, series, text
 from streamgrad.lab.experiments.streams.lanes import Lane, all_lanes, best_of, make_optimizer, train_lanes, write_case
 from streamgrad.lab.experiments.streams.methods import METHODS, for_streams, make_estimator
 from streamgrad.lab.tasks import find_task
@@ -221,3 +222,20 @@ def test_some_parts_alone(tmp_path):
 
 def test_lanes_of_a_grid():
     assert all_lanes(2, (0.1,), range(5, 7)) == [Lane(0, 0.1, 5), Lane(0, 0.1, 6), Lane(1, 0.1, 5), Lane(1, 0.1, 6)]
+
+
+def test_claims_of_agents(tmp_path):
+    for cell, values in {"vanilla": (0.7, 0.72, 0.71), "gru": (0.99, 0.991, 0.992)}.items():
+        write(tmp_path, "rtrl", values, "success", world="T-maze 10", cell=cell)
+    write(tmp_path, "rtrl", (0.5, 0.5, 0.51), "success", world="T-maze 20", cell="gru")
+    found = agent.claims(tmp_path)
+    assert [claim.holds for claim in found] == [True, False]
+    assert "gru: 0.991 ± 0.00248 (0.001)" in found[0].detail and "RTRL 0.998" in found[0].detail
+
+
+def test_an_environment_that_is_not_installed_is_known_before_anything_is_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnax", None)
+    part = dataclasses.replace(streams.PRESETS["smoke"].settings[-1], gymnax=("MemoryChain-bsuite",))
+    with refused("gymnax"):
+        agent.train(part, tmp_path, lambda *words: None, False, 0, None)
+    assert not list(tmp_path.iterdir())

@@ -17,10 +17,10 @@ from types import ModuleType
 from typing import Any
 
 from streamgrad.lab.experiments.base import Experiment, Section
-from streamgrad.lab.experiments.streams import copying, recall, series, text
+from streamgrad.lab.experiments.streams import agent, copying, recall, series, text
 from streamgrad.lab.progress import Progress, silent
 
-PARTS: dict[str, ModuleType] = {"recall": recall, "series": series, "text": text, "copy": copying}
+PARTS: dict[str, ModuleType] = {"recall": recall, "series": series, "text": text, "copy": copying, "agent": agent}
 
 # What people would choose from, where every method on every task would be too much to read.
 FEW = ("rtrl", "ok(8)", "uoro", "uoro inside chunks", "snap(1)", "tbptt", "immediate")
@@ -33,6 +33,7 @@ TEXT = (
     "tbptt",
     "immediate",
 )
+AGENT = ("rtrl", "ok(8)", "uoro", "snap(1)", "tbptt(5)", "immediate")
 # Every estimator of the registry; `series.SAME` says which two are left out, as they are another one there.
 ALL = (
     "rtrl", "ok(8)", "preuoro", "uoro", "uoro, 64 groups", "spatial_rtrl", "nobacktrack", "reinforce", "artbp(16)",
@@ -63,14 +64,16 @@ PRESETS = {
             series.Series(("henon", "lorenz"), ("rtrl", "immediate"), "vanilla", 3, 2, 500, 50, (1e-3, 1e-2), 2),
             text.Text((2,), ("rtrl", "tbptt"), "gru", 3, 2, steps=16, rates=(1e-2,), seeds=2, points=4),
             copying.Copying(("rtrl", "tbptt"), "gru", 3, 2, 2, steps=16, rates=(1e-2,), seeds=2, points=4),
+            agent.Agent((2,), ("vanilla",), ("rtrl", "immediate"), 3, 2, steps=40, rates=(1e-2,), seeds=2, points=4),
         )
     ),
     "laptop": Config(
         (
             recall.Recall((2, 4, 8), (2, 4), FEW, "gru", 16, 8, steps=12_000, rates=(4e-3,), seeds=2),
             series.Series(tuple(series.KINDS), SOME, "vanilla", 16, 4, 5000, 200, (1e-3, 3e-3), 2),
-            text.Text((4, 16), TEXT, "gru", 24, 8, steps=16_000, rates=(3e-3,), seeds=2),
+            text.Text((8,), TEXT, "gru", 24, 8, steps=16_000, rates=(3e-3,), seeds=2),
             copying.Copying(FEW, "gru", 24, 8, 4, steps=20_000, rates=(3e-3,), seeds=2),
+            agent.Agent((10,), ("vanilla",), AGENT, 16, 8, steps=20_000, rates=(1e-3,), seeds=2),
         )
     ),
     "paper": Config(
@@ -79,6 +82,7 @@ PRESETS = {
             series.Series(tuple(series.KINDS), ALL, "vanilla", 64, 8, 15_000, 200, (3e-4, 1e-3, 3e-3), 10),
             text.Text((1, 4, 16), TEXT, "lstm", 64, 16, 48_000, (1e-3, 3e-3), 4, source="file"),
             copying.Copying(FEW, "gru", 64, 16, 1, 200_000, (3e-4, 1e-3, 3e-3), 4),
+            agent.Agent((10, 20, 40), ("vanilla", "gru", "rtu"), AGENT, 32, 16, 60_000, (1e-3, 2e-3), 5),
         )
     ),
 }

@@ -109,7 +109,8 @@ def train_lanes(
         for point in range(table["loss"].shape[1]):
             now = {name: column[:, point] for name, column in table.items()}
             rows += list(_rows(lanes, now, task.length, seconds))
-        show(int(found["update"][0, -1]), every * points, f"lowest loss {np.nanmin(found['loss'][:, -1]):.3g}")
+        lowest = min((float(x) for x in found["loss"][:, -1] if np.isfinite(x)), default=math.nan)
+        show(int(found["update"][0, -1]), every * points, f"lowest loss {lowest:.3g}")
     return rows
 
 

@@ -1,0 +1,163 @@
+"""An agent in a T-maze: a cue at the start says which way to turn at the end of the corridor. Does it remember?"""
+
+import dataclasses
+import functools
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamgrad import cells
+from streamgrad.lab.agent import AgentConfig, make_agent, windows
+from streamgrad.lab.environments import Environment, from_gymnax, t_maze
+from streamgrad.lab.experiments import plots
+from streamgrad.lab.experiments.base import Claim, Section, Table
+from streamgrad.lab.experiments.evidence import judge, mean_of
+from streamgrad.lab.experiments.streams.lanes import Best, best_of, file_of, read_cases, write_case
+from streamgrad.lab.experiments.streams.methods import make_estimator
+from streamgrad.lab.progress import COMPILING, Progress
+
+# Yi and Wang 2026, sketched RTRL: success of an online actor-critic of 64 units, by corridor.
+PUBLISHED = {
+    10: {"RTRL": 0.998, "RTU": 0.993, "LRU": 0.877, "TBPTT": 0.614, "SnAp-1": 0.587},
+    20: {"RTRL": 0.70, "RTU": 0.84},
+}
+AIMS = {10: 0.98, 20: 0.84}  # success of `rtrl`
+LAST = 0.2  # the share of the windows whose success counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """What is run.
+
+    Attributes:
+      corridors: N of the T-mazes.
+      cells: of the networks.
+      methods: by their names.
+      hidden: units.
+      streams: environments that one agent acts in.
+      steps: of each, an update after each of them.
+      rates: the grid of learning rates.
+      seeds: how many.
+      lam: how long traces last.
+      entropy: weight of the policy's entropy.
+      points: rows of each curve.
+      gymnax: environments of gymnax, such as "MemoryChain-bsuite"; it must be installed.
+      name: of the part.
+    """
+
+    corridors: tuple[int, ...]
+    cells: tuple[str, ...]
+    methods: tuple[str, ...]
+    hidden: int
+    streams: int
+    steps: int
+    rates: tuple[float, ...]
+    seeds: int
+    lam: float = 0.9
+    entropy: float = 0.01
+    points: int = 20
+    gymnax: tuple[str, ...] = ()
+    name: str = "agent"
+
+
+def train(part: Agent, folder: Path, progress: Progress, resume: bool, seed: int, data: Path | None) -> None:
+    """Train every method with every cell in every environment, all rates and seeds at once; a file for each."""
+    del data
+    # All of them first: one that does not install must be known before hours are spent.
+    worlds = [(f"T-maze {corridor}", t_maze(corridor)) for corridor in part.corridors]
+    worlds += [(name, from_gymnax(name)) for name in part.gymnax]
+    for (title, world), cell, method in itertools.product(worlds, part.cells, part.methods):
+        path = folder / file_of(title, cell, method)
+        if not (resume and path.exists()):
+            show = functools.partial(progress, f"{title}, {cell}, {method}")
+            rows = list(_curves(part, world, cell, method, range(seed, seed + part.seeds), show))
+            write_case(path, rows, {"world": title, "cell": cell, "method": method})
+
+
+def _curves(part: Agent, world: Environment, cell: str, method: str, seeds: range, show: Any) -> Any:
+    """Rows of all rates and seeds, a window of steps at a time."""
+    window = max(1, part.steps // part.points)
+    config = AgentConfig(part.hidden, part.streams, window * part.points, window, lam=part.lam, entropy=part.entropy)
+    agent = make_agent(world, getattr(cells, cell), functools.partial(make_estimator, method), config)
+    show(0, config.steps, COMPILING)
+    begun = None
+    for _, rows in windows(agent, config, part.rates, seeds):
+        now = time.monotonic()
+        begun = now if begun is None else begun  # the first window has the compilation in it, and is not counted
+        for row in rows:
+            # Where no episode has ended none has succeeded.
+            numbers = {"success": row["success"] if row["episodes"] else 0.0, "mean_return": row["mean_return"]}
+            kept = {"rate": row["rate"], "seed": row["seed"], "update": row["step"], "steps": row["step"]}
+            good = {name: float(x) if row["finite"] else float("nan") for name, x in numbers.items()}
+            yield kept | {"seconds": now - begun, "setting": 0} | good
+        show(
+            rows[0]["step"],
+            config.steps,
+            f"success {max(row['success'] if row['episodes'] else 0.0 for row in rows):.2f}",
+        )
+
+
+def section(folder: Path) -> Section | None:
+    """Success of every method, curves of the first cell, and the claims."""
+    found = results(folder)
+    if not found:
+        return None
+    worlds = list(dict.fromkeys(world for world, _, _ in found))
+    used = list(dict.fromkeys(cell for _, cell, _ in found))
+    methods = list(dict.fromkeys(method for _, _, method in found))
+    table = Table(["environment", "cell", *methods, "published, 64 units"], [])
+    for world, cell in itertools.product(worlds, used):
+        row = [str(found[world, cell, m]) if (world, cell, m) in found else "" for m in methods]
+        table.rows.append([world, cell, *row, _published(world)])
+    fig, axes = plots.figure(len(worlds), 1, height=2.6)
+    for ax, world in zip(axes.flat, worlds, strict=True):
+        for index, method in enumerate(methods):
+            best = found.get((world, used[0], method))
+            if best is not None and best.rows:
+                mean = np.mean([[row["success"] for row in curve] for curve in best.rows], axis=0)
+                ax.plot([row["steps"] for row in best.rows[0]], mean, label=method, linewidth=1.6,
+                        color=plots.COLOURS[index % 7], linestyle=plots.STYLES[index % 7])  # fmt: skip
+        ax.set_title(f"{world}, {used[0]}", fontsize=10)
+        ax.set_ylabel("success")
+        ax.set_ylim(0, 1.02)
+    axes[-1, 0].set_xlabel("steps of each environment")
+    plots.legend_below(fig, axes[0, 0], 3)
+    text = (
+        "An agent sees a cue, walks down a corridor and turns; only the cue says which way. Online actor-critic with "
+        "eligibility traces, an update at every step of all environments. Success over the last fifth, with the best "
+        "learning rate of the grid in brackets, mean over seeds and 95% interval; turning at random gives 0.5."
+    )
+    files = [f"agent/{path.name}" for path in sorted(folder.glob("*.csv"))]
+    return Section("An agent that remembers", fig, text, claims(folder), table, files)
+
+
+def results(folder: Path) -> dict[tuple[str, str, str], Best]:
+    """The best of every environment, cell and method."""
+    grouped: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in read_cases(folder):
+        grouped.setdefault((row["world"], row["cell"], row["method"]), []).append(row)
+    return {key: best_of(rows, "success", LAST, highest=True) for key, rows in grouped.items()}
+
+
+def claims(folder: Path) -> list[Claim]:
+    """`rtrl` solves the mazes that others have published numbers of, with its best cell."""
+    found, made = results(folder), []
+    for corridor, aim in AIMS.items():
+        mine = {cell: best for (world, cell, method), best in found.items()
+                if world == f"T-maze {corridor}" and method == "rtrl" and len(best.finals)}  # fmt: skip
+        if not mine:
+            continue
+        cell = max(mine, key=lambda name: float(np.mean(mine[name].finals)))
+        text = f"rtrl finds the way in a T-maze of corridor {corridor}: success above {aim}."
+        numbers = "; ".join(f"{name}: {best}" for name, best in mine.items())
+        detail = f"{numbers}; the rate in brackets. Published: {_published(f'T-maze {corridor}')}."
+        made.append(judge(text, [mean_of(mine[cell].finals).above(aim)], detail))
+    return made
+
+
+def _published(world: str) -> str:
+    corridor = int(world.rpartition(" ")[2]) if world.startswith("T-maze") else 0
+    return ", ".join(f"{name} {value:.3g}" for name, value in PUBLISHED.get(corridor, {}).items())
