@@ -38,6 +38,8 @@ class AgentConfig:
       lam: λ, how long traces last; with 0 the last step alone is eligible.
       entropy: β, the weight of the policy's entropy.
       critic: c, the weight of the value beside the policy.
+      eps: of Adam. When a task is solved gradients are next to nothing, and so is their average square: without a floor
+        under it one rare failure can move the parameters far.
     """
 
     hidden: int = 32
@@ -45,13 +47,14 @@ class AgentConfig:
     steps: int = 60_000
     window: int = 2_000
     gamma: float = 0.99
-    lam: float = 0.8
+    lam: float = 0.9
     entropy: float = 0.01
     critic: float = 1.0
+    eps: float = 1e-3
 
     def __post_init__(self) -> None:
         check_size(hidden=self.hidden, streams=self.streams, steps=self.steps, window=self.window)
-        check_number(gamma=self.gamma, lam=self.lam, entropy=self.entropy, critic=self.critic)
+        check_number(gamma=self.gamma, lam=self.lam, entropy=self.entropy, critic=self.critic, eps=self.eps)
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be a number from 0 to 1, not {getattr(self, name)!r}.")
@@ -191,7 +194,7 @@ class _Learner:
     @property
     def adam(self) -> optax.GradientTransformation:
         """Without the learning rate, which is in the state."""
-        return optax.scale_by_adam()
+        return optax.scale_by_adam(eps=self.config.eps)
 
     def init(self, seed: Any, rate: Any) -> AgentState:
         """The first observations are there, and nothing has been read yet."""
