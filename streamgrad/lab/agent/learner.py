@@ -39,7 +39,7 @@ class AgentConfig:
       entropy: β, the weight of the policy's entropy.
       critic: c, the weight of the value beside the policy.
       eps: of Adam. When a task is solved gradients are next to nothing, and so is their average square: without a floor
-        under it one rare failure would move the parameters far.
+        under it one rare failure can move the parameters far.
     """
 
     hidden: int = 32
