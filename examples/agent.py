@@ -1,9 +1,16 @@
-"""Agents in T-mazes learn at every step, by an actor and a critic with eligibility traces, what they saw long ago.
+"""Agents in a T-maze learn at every step, by an actor and a critic with eligibility traces, to recall a sign.
+
+At the start a sign says which way to turn at the junction, ten steps on; the signs on the way mean nothing.
+It takes 17 seconds of CPU time. With `sg.immediate` for `sg.rtrl`, without credit for the past, 0.51 are correct.
+
+    $ python examples/agent.py
+    step 1100: 0.56 of the turns are correct, chance 0.50
+    step 2200: 0.99 of the turns are correct, chance 0.50
+    step 3300: 1.00 of the turns are correct, chance 0.50
 """
 
 import argparse
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,86 +18,60 @@ import optax
 
 import streamgrad as sg
 
-AGENTS, LENGTH, PATIENCE = 32, 6, 20
-DISCOUNT, TRACE = 0.95, 0.9
-FORWARD = 2  # the other actions, 0 and 1, turn left and right
+AGENTS, LENGTH, DISCOUNT, DECAY = 16, 10, 0.95, 0.9
 
 
-class Maze(NamedTuple):
-    goal: jax.Array
-    place: jax.Array
-    time: jax.Array
+def loss(head, output, action):
+    """The gradient of it, times the TD error, is the actor's and the critic's: one trace serves both."""
+    return -jax.nn.log_softmax(head[:2] @ output)[action] - 0.5 * head[2] @ output
 
 
-def see(maze):
-    """The goal at the start alone; then corridor or junction."""
-    start, junction = maze.place == 0, maze.place == LENGTH
-    goal = jax.nn.one_hot(maze.goal, 2) * (maze.time == 0)[:, None]
-    return jnp.column_stack([goal, ~junction, junction]).astype(float)
+head = sg.heads.from_function(lambda key, width: 0.1 * jax.random.normal(key, (3, width)), loss)
+model = sg.Model(sg.cells.gru(n_in=3, n_hidden=16), head)
+est = sg.batched(sg.rtrl(model), AGENTS)
+opt = optax.adam(3e-3, eps=1e-3)  # with a small eps Adam takes large steps even where almost nothing is left to learn
 
 
-def move(maze, action, key):
-    junction = maze.place == LENGTH
-    turned = action != FORWARD
-    reward = jnp.where(junction & turned, jnp.where(action == maze.goal, 1.0, -1.0), jnp.where(junction==turned, -0.1, 0.0))
-    done = (junction & turned) | (maze.time == PATIENCE)
-    new = Maze(jax.random.bernoulli(key, 0.5, (AGENTS,)).astype(int), jnp.zeros(AGENTS, int), jnp.zeros(AGENTS, int))
-    moved = Maze(maze.goal, jnp.where(turned | junction, maze.place, maze.place + 1), maze.time + 1)
-    return reward, done, jax.tree.map(lambda a, b: jnp.where(done, a, b), new, moved)
+def step(carry, now):
+    """See, learn from the step before, act."""
+    params, state, opt_state, trace, goal, reward, past_value = carry
+    place, (sign_key, act_key, noise) = now[0] % (LENGTH + 1), jax.random.split(now[1], 3)
+    start, junction = place == 0, place == LENGTH
+    sign = jax.random.randint(sign_key, (AGENTS,), 0, 2)
+    goal = jnp.where(start, sign, goal)
+    seen = jnp.stack([2.0 * sign - 1, jnp.full(AGENTS, 1.0 * start), jnp.full(AGENTS, 1.0 * junction)], axis=1)
+    output, state = est.advance(params, state, seen[:, None], noise, reset=jnp.full((AGENTS, 1), start))
+    read = output[:, 0] @ params.head.T  # [agents, 3]: the actor's logits of left and right, the critic's value
+    action, value = jax.random.categorical(act_key, read[:, :2]), read[:, 2]
+
+    # Only now it is known how good the last step was. The trace says what led to it, and to the steps before.
+    td_error = reward + jnp.where(start, 0, DISCOUNT * value) - past_value
+    grads = jax.tree.map(lambda e: jnp.tensordot(td_error, e, axes=1) / AGENTS, trace)
+    updates, opt_state = opt.update(grads, opt_state)
+    # What led to this action, by all that was seen; credit takes the parameters of advance.
+    dl_dhead, dl_doutput = jax.vmap(jax.grad(loss, (0, 1)), (None, 0, 0))(params.head, output[:, 0], action)
+    dl_dcell = est.credit(params, state, dl_doutput[:, None], per_stream=True)
+    decay = jnp.where(start, 0, DISCOUNT * DECAY)
+    trace = jax.tree.map(lambda e, g: decay * e + g, trace, sg.Params(dl_dcell, dl_dhead))
+    reward = jnp.where(junction, jnp.where(action == goal, 1.0, -1.0), 0)
+    params, state = optax.apply_updates(params, updates), state._replace(trace=None)  # a carry keeps its structure
+    return (params, state, opt_state, trace, goal, reward, value), action == goal
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=20000)
-    parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--est", default="rtrl")
+def main(arguments=None):
+    """Walk, and say how many turns were correct."""
+    parser = argparse.ArgumentParser(description="Agents in a T-maze.")
+    parser.add_argument("--steps", type=int, default=3300, help="at least 33")
     options = parser.parse_args(arguments)
-
-    head = sg.heads.from_function(
-        init_params=lambda key, width: 0.1 * jax.random.normal(key, (4, width)), loss=lambda p, y, t: 0.0 * y.sum()
-    )
-    model = sg.Model(sg.cells.gru(n_in=4, n_hidden=16), head)
-    est = sg.batched(getattr(sg, options.est)(model), AGENTS)
-    opt = optax.adam(options.rate)
-
-    def worth(head, output, action):
-        """log π(a) + V, whose gradient both share as eligibility; and V."""
-        policy, value = jnp.split(head @ output, [3])
-        return jax.nn.log_softmax(policy)[action] + 0.5*value[0]
-    scores = jax.vmap(jax.grad(worth, argnums=(0, 1)), in_axes=(None, 0, 0))
-
-    def step(carry, key):
-        params, state, opt_state, trace, maze, past = carry
-        act_key, new_key, key = jax.random.split(key, 3)
-        output, state = est.advance(params, state, see(maze)[:, None], key, reset=(maze.time == 0)[:, None])
-        output = output[:, 0]
-        policy, value = jnp.split(output @ params.head.T, [3], axis=1)
-        action = jax.random.categorical(act_key, policy)
-        value = value[:, 0]
-        # the TD error of the step before
-        reward, old, done = past
-        error = reward + jnp.where(done, 0.0, DISCOUNT * value) - old
-        grads = jax.tree.map(lambda e: -jnp.tensordot(error, e, axes=1) / AGENTS, trace)
-        # credit
-        dhead, doutput = scores(params.head, output, action)
-        now = sg.Params(est.credit(params, state, doutput[:, None], per_stream=True), dhead)
-        keep = jnp.where(done, 0.0, DISCOUNT * TRACE)
-        trace = jax.tree.map(lambda e, g: jax.vmap(jnp.multiply)(keep, e) + g, trace, now)
-        updates, opt_state = opt.update(grads, opt_state)
-        params = optax.apply_updates(params, updates)
-        reward, done, new = move(maze, action, new_key)
-        atend = (maze.place == LENGTH) & (action!=FORWARD)
-        return (params, state._replace(trace=None), opt_state, trace, new, (reward, value, done)), (atend & (action == maze.goal), done)
-
-    params = model.init(jax.random.key(options.seed))
+    params = model.init(jax.random.key(0))
     trace = jax.tree.map(lambda leaf: jnp.zeros((AGENTS, *leaf.shape)), params)
-    maze = Maze(jnp.zeros(AGENTS, int), jnp.zeros(AGENTS, int), jnp.zeros(AGENTS, int))
-    carry = params, est.init(params), opt.init(params), trace, maze, (jnp.zeros(AGENTS), jnp.zeros(AGENTS), jnp.ones(AGENTS, bool))
-    run = jax.jit(lambda carry, keys: jax.lax.scan(step, carry, keys))
-    for keys in jnp.split(jax.random.split(jax.random.key(options.seed+100), options.steps), 10):
-        carry, (won, done) = run(carry, keys)
-        print(won.sum() / done.sum(), done.sum(), flush=True)
+    carry = params, est.init(params), opt.init(params), trace, jnp.zeros(AGENTS, int), *jnp.zeros((2, AGENTS))
+    many_steps = jax.jit(functools.partial(jax.lax.scan, step))
+    keys = jax.random.split(jax.random.key(1), options.steps)
+    for numbers in jnp.array_split(jnp.arange(options.steps), 3):
+        carry, correct = many_steps(carry, (numbers, keys[numbers]))
+        correct = correct[numbers % (LENGTH + 1) == LENGTH]
+        print(f"step {numbers[-1] + 1}: {correct.mean():.2f} of the turns are correct, chance 0.50", flush=True)
 
 
 if __name__ == "__main__":
