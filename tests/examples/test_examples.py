@@ -79,20 +79,20 @@ def test_a_missing_library_is_one_sentence(name, monkeypatch):
 def test_stream_goes_on(capsys, tmp_path):
     """From the last checkpoint but one it comes to the same numbers, and to the same state, bit for bit."""
     ocp, stream = library("orbax.checkpoint"), load("stream")
-    arguments = ("--updates", "240", "--every", "80", "--folder", str(tmp_path / "run"))
+    arguments = ("--updates", "180", "--every", "60", "--folder", str(tmp_path / "run"))
 
     def state():
-        return jax.tree.leaves(ocp.StandardCheckpointer().restore(tmp_path / "run" / "240" / "default"))
+        return jax.tree.leaves(ocp.StandardCheckpointer().restore(tmp_path / "run" / "180" / "default"))
 
     unbroken = run(capsys, stream, *arguments)
     assert form(unbroken) == form(promised("stream")[1])
-    assert last(unbroken, r"loss ([\d.]+)") < 0.64  # truncated BPTT is still at 0.69
+    assert last(unbroken, r"loss ([\d.]+)") < 0.65  # truncated BPTT is still at 0.69
     want = state()
-    shutil.rmtree(tmp_path / "run" / "240")  # as if it had been killed before
-    assert run(capsys, stream, *arguments) == ["going on from update 160", unbroken[-1]]
+    shutil.rmtree(tmp_path / "run" / "180")  # as if it had been killed before
+    assert run(capsys, stream, *arguments) == ["going on from update 120", unbroken[-1]]
     for one, other in zip(state(), want, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert run(capsys, stream, *arguments) == ["going on from update 240"]
+    assert run(capsys, stream, *arguments) == ["going on from update 180"]
 
 
 @pytest.mark.slow
@@ -139,9 +139,9 @@ def test_characters_of_no_text(tmp_path):
 
 
 def test_agent(capsys):
-    lines = run(capsys, load("agent"), "--steps", "2178")
+    lines = run(capsys, load("agent"), "--steps", "1914")
     assert form(lines) == form(promised("agent")[1])
-    assert last(lines, r": ([\d.]+) of the turns") > 0.9
+    assert last(lines, r": ([\d.]+) of the turns") > 0.85
 
 
 def test_your_cell(capsys):
