@@ -70,11 +70,11 @@ PRESETS = {
     ),
     "laptop": Config(
         (
-            recall.Recall((2, 4, 8), (2, 4), LAPTOP, "gru", 16, 8, steps=12_000, rates=(4e-3,), seeds=2),
-            series.Series(tuple(series.KINDS), SOME, "vanilla", 16, 4, 5000, 200, (1e-3, 3e-3), 2),
-            text.Text((8,), TEXT, "gru", 24, 8, steps=16_000, rates=(3e-3,), seeds=3),
+            recall.Recall((2, 4, 8), (2, 4), LAPTOP, "gru", 16, 8, steps=12_000, rates=(4e-3,), seeds=3),
+            series.Series(tuple(series.KINDS), SOME, "vanilla", 16, 4, 5000, 200, (1e-3, 3e-3), 3),
+            text.Text((8,), TEXT, "gru", 24, 8, steps=12_000, rates=(3e-3,), seeds=3),
             copying.Copying(LAPTOP, "gru", 16, 8, 4, steps=20_000, rates=(3e-3,), seeds=3),
-            agent.Agent((10,), ("vanilla",), AGENT, 16, 8, steps=20_000, rates=(1e-3,), seeds=2),
+            agent.Agent((10,), ("vanilla",), AGENT, 16, 8, steps=30_000, rates=(1e-3,), seeds=3),
         )
     ),
     "paper": Config(

@@ -16,7 +16,7 @@ from streamgrad.lab.experiments import plots
 from streamgrad.lab.experiments.base import Claim, Section, Table
 from streamgrad.lab.experiments.evidence import judge, mean_of
 from streamgrad.lab.experiments.streams.lanes import Best, best_of, file_of, read_cases, write_case
-from streamgrad.lab.experiments.streams.methods import make_estimator
+from streamgrad.lab.experiments.streams.methods import in_order, look, make_estimator
 from streamgrad.lab.progress import COMPILING, Progress
 
 # Yi and Wang 2026, sketched RTRL: success of an online actor-critic of 64 units, by corridor.
@@ -107,19 +107,18 @@ def section(folder: Path) -> Section | None:
         return None
     worlds = list(dict.fromkeys(world for world, _, _ in found))
     used = list(dict.fromkeys(cell for _, cell, _ in found))
-    methods = list(dict.fromkeys(method for _, _, method in found))
+    methods = in_order(method for _, _, method in found)
     table = Table(["environment", "cell", *methods, "published, 64 units"], [])
     for world, cell in itertools.product(worlds, used):
         row = [str(found[world, cell, m]) if (world, cell, m) in found else "" for m in methods]
         table.rows.append([world, cell, *row, _published(world)])
     fig, axes = plots.figure(len(worlds), 1, height=2.6)
     for ax, world in zip(axes.flat, worlds, strict=True):
-        for index, method in enumerate(methods):
+        for method in methods:
             best = found.get((world, used[0], method))
             if best is not None and best.rows:
                 mean = np.mean([[row["success"] for row in curve] for curve in best.rows], axis=0)
-                ax.plot([row["steps"] for row in best.rows[0]], mean, label=method, linewidth=1.6,
-                        color=plots.COLOURS[index % 7], linestyle=plots.STYLES[index % 7])  # fmt: skip
+                ax.plot([row["steps"] for row in best.rows[0]], mean, **look(method))
         ax.set_title(f"{world}, {used[0]}", fontsize=10)
         ax.set_ylabel("success")
         ax.set_ylim(0, 1.02)

@@ -22,7 +22,7 @@ from streamgrad.lab.experiments.streams.lanes import (
     train_lanes,
     write_case,
 )
-from streamgrad.lab.experiments.streams.methods import for_streams
+from streamgrad.lab.experiments.streams.methods import for_streams, look
 from streamgrad.lab.progress import Progress
 from streamgrad.lab.tasks.copy import copy
 
@@ -84,14 +84,13 @@ def section(folder: Path) -> Section | None:
     ax = axes[0, 0]
     table = Table(["method", "length reached", "seconds"], [])
     order = sorted(found, key=lambda method: -_mean(found[method]))
-    for index, method in enumerate(order):
+    for method in order:
         best = found[method]
         if not best.rows:
             table.rows.append([method, "diverged", ""])
             continue
         length = np.mean([[row["copy_length"] for row in curve] for curve in best.rows], axis=0)
-        ax.plot([row["steps"] for row in best.rows[0]], length, label=method, linewidth=1.6,
-                color=plots.COLOURS[index % 7], linestyle=plots.STYLES[index % 7])  # fmt: skip
+        ax.plot([row["steps"] for row in best.rows[0]], length, **look(method))
         table.rows.append([method, str(best), f"{best.rows[0][-1]['seconds']:.1f}"])
     ax.set_xlabel("characters of a stream")
     ax.set_ylabel("length that is copied")

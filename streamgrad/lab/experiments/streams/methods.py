@@ -1,10 +1,12 @@
 """The methods that are compared: estimators of the registry with their options, under the names of the tables."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from streamgrad.base import GradientEstimator, Model
 from streamgrad.engine.streams import batched
 from streamgrad.estimators import find_estimator
+from streamgrad.lab.experiments.plots import COLOURS
 
 
 class Method(NamedTuple):
@@ -64,3 +66,22 @@ def make_estimator(name: str, model: Model) -> GradientEstimator:
 def for_streams(name: str, model: Model, streams: int) -> GradientEstimator:
     """The same for a batch of streams."""
     return batched(make_estimator(name, model), streams)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Each name once, in the order of `METHODS`."""
+    found = set(names)
+    return [name for name in METHODS if name in found]
+
+
+# A colour for what is kept of the past, a style for its variants: the same on all pages.
+_FAMILIES = ("rtrl", "ok", "uoro", "snap", "bptt", "immediate", "preuoro")
+
+
+def look(name: str) -> dict[str, Any]:
+    """Colour and line of a method in the figures."""
+    family = METHODS[name].estimator.removeprefix("t") if name.startswith("tbptt") else METHODS[name].estimator
+    place = _FAMILIES.index(family) if family in _FAMILIES else 0
+    alike = [other for other in METHODS if METHODS[other].estimator == METHODS[name].estimator]
+    style = ("-", "--", ":", "-.")[alike.index(name) % 4] if family in _FAMILIES else ":"
+    return {"color": COLOURS[place], "linestyle": style, "linewidth": 1.6, "label": name}

@@ -25,7 +25,7 @@ from streamgrad.lab.experiments.streams.lanes import (
     train_lanes,
     write_case,
 )
-from streamgrad.lab.experiments.streams.methods import for_streams
+from streamgrad.lab.experiments.streams.methods import for_streams, in_order
 from streamgrad.lab.progress import Progress
 from streamgrad.lab.tasks.base import Task
 
@@ -120,7 +120,7 @@ def section(folder: Path) -> Section | None:
     found = results(folder)
     if not found:
         return None
-    methods = list(dict.fromkeys(method for method, _, _ in found))
+    methods = in_order(method for method, _, _ in found)
     chunks, delays = sorted({length for _, length, _ in found}), sorted({delay for _, _, delay in found})
     text = (
         "A network gives back the bit of D steps ago, and learns after every chunk of K steps; all methods see the "
@@ -187,7 +187,8 @@ def _heat_maps(found: dict[tuple[str, int, int], Best], methods: list[str], chun
                 )
         for j, k in enumerate(chunks):  # the border between D < K and D >= K
             edge = sum(d < k for d in delays) - 0.5
-            ax.plot([j - 0.5, j + 0.5], [edge, edge], color="white", linewidth=1.6)
+            if 0 < edge < len(delays) - 1:
+                ax.plot([j - 0.5, j + 0.5], [edge, edge], color="white", linewidth=1.6)
         ax.grid(visible=False)
         ax.set_title(method, fontsize=10)
         ax.set_xticks(range(len(chunks)), [str(k) for k in chunks])

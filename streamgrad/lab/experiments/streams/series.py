@@ -24,7 +24,7 @@ from streamgrad.lab.experiments.streams.lanes import (
     train_lanes,
     write_case,
 )
-from streamgrad.lab.experiments.streams.methods import for_streams
+from streamgrad.lab.experiments.streams.methods import for_streams, look
 from streamgrad.lab.progress import Progress
 from streamgrad.lab.tasks.base import Task
 from streamgrad.lab.tasks.series import KINDS, generate, scaled
@@ -181,13 +181,11 @@ def section(folder: Path) -> Section | None:
         table.rows.append([method, *cells_, *(str(tuned[method, k]) for k in kinds), published, f"{1e6 * speed:.0f}"])
     fig, axes = plots.figure(len(kinds), 1, height=2.8)
     for ax, kind in zip(axes.flat, kinds, strict=True):
-        for index, method in enumerate(name for name in DRAWN if (name, kind) in tuned):
+        for method in (name for name in DRAWN if (name, kind) in tuned):
             curves = tuned[method, kind].rows
             if curves:
                 values = np.array([[row["nmse"] for row in curve] for curve in curves])
-                steps = [row["steps"] for row in curves[0]]
-                ax.plot(steps, np.exp(np.mean(np.log(values), axis=0)), label=method, linewidth=1.6,
-                        color=plots.COLOURS[index], linestyle=plots.STYLES[index])  # fmt: skip
+                ax.plot([row["steps"] for row in curves[0]], np.exp(np.mean(np.log(values), axis=0)), **look(method))
         ax.set_yscale("log")
         ax.set_title(TITLES[kind], fontsize=10)
         ax.set_ylabel("NMSE")

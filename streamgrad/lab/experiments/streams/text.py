@@ -23,7 +23,7 @@ from streamgrad.lab.experiments.streams.lanes import (
     train_lanes,
     write_case,
 )
-from streamgrad.lab.experiments.streams.methods import for_streams
+from streamgrad.lab.experiments.streams.methods import for_streams, in_order, look
 from streamgrad.lab.progress import Progress
 from streamgrad.lab.tasks.text import codes_of, read_text, text_task
 
@@ -106,23 +106,19 @@ def section(folder: Path) -> Section | None:
     chunks = sorted({length for _, length in found})
     fig, axes = plots.figure(len(chunks), 2, height=2.6, sharey="row")
     table = Table(["method", "K", "nats per character", "seconds"], [])
-    methods = list(dict.fromkeys(method for method, _ in found))
-    for (method, length), best in found.items():
+    methods = in_order(method for method, _ in found)
+    for length, method in itertools.product(chunks, methods):
+        if (method, length) not in found:
+            continue
+        best = found[method, length]
         if not best.rows:
             table.rows.append([method, str(length), "diverged", ""])
             continue
         seconds = [float(np.mean([curve[i]["seconds"] for curve in best.rows])) for i in range(len(best.rows[0]))]
         loss = [float(np.mean([curve[i]["loss"] for curve in best.rows])) for i in range(len(best.rows[0]))]
-        steps, index = [row["steps"] for row in best.rows[0]], methods.index(method)
+        steps = [row["steps"] for row in best.rows[0]]
         for ax, along in zip(axes[chunks.index(length)], (steps, seconds), strict=True):
-            ax.plot(
-                along,
-                loss,
-                label=method,
-                linewidth=1.6,
-                color=plots.COLOURS[index % 7],
-                linestyle=plots.STYLES[index % 7],
-            )
+            ax.plot(along, loss, **look(method))
         table.rows.append([method, str(length), str(best), f"{seconds[-1]:.1f}"])
     for (left, right), length in zip(axes, chunks, strict=True):
         left.set_ylabel(f"nats, chunks of {length}")
