@@ -20,9 +20,11 @@ endef
 $(STAMP): pyproject.toml
 	$(call install,$(VENV),$(PYTHON),".[dev]")
 
-# From nothing to the report of all experiments; called again, it goes on where it was stopped.
+# From nothing to a report of what one would like to see first; called again, it goes on where it was stopped.
 demo: $(VENV)/.demo
-	$(BIN)/streamgrad reproduce all --preset laptop --out runs/demo --resume
+	$(BIN)/streamgrad reproduce variance --preset laptop --out runs/demo --resume
+	$(BIN)/streamgrad reproduce ablation --preset laptop --out runs/demo --resume
+	$(BIN)/streamgrad reproduce streams --settings recall --preset laptop --out runs/demo --resume
 
 $(VENV)/.demo: pyproject.toml
 	$(call install,$(VENV),$(PYTHON),".[cli]")

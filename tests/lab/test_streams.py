@@ -16,7 +16,15 @@ from streamgrad.estimators import REGISTRY
 from streamgrad.lab.experiments import find_experiment, streams
 from streamgrad.lab.experiments.reproduce import reproduce
 from streamgrad.lab.experiments.streams import agent, copying, recall, series, text
-from streamgrad.lab.experiments.streams.lanes import Lane, all_lanes, best_of, make_optimizer, train_lanes, write_case
+from streamgrad.lab.experiments.streams.lanes import (
+    Lane,
+    all_lanes,
+    best_of,
+    make_optimizer,
+    paired,
+    train_lanes,
+    write_case,
+)
 from streamgrad.lab.experiments.streams.methods import METHODS, for_streams, make_estimator
 from streamgrad.lab.tasks import find_task
 from tests.tools import one_sentence
@@ -122,13 +130,14 @@ def test_records_of_a_series_are_those_of_the_protocol():
     assert found[-1]["nmse"] == 2 * np.mean([56, 57, 58, 59]) and found[-2]["nmse"] == 2 * np.mean([51, 52, 53, 54])
 
 
-def write(folder, method, values, column="loss", **about):
+def write(folder, method, values, column="loss", first=0, **about):
     """A file with one row for each seed's final value."""
     rows = [
-        Lane(0, 1e-3, seed)._asdict() | {"update": 10, "steps": 10, "seconds": 1.0, column: value}
+        Lane(0, 1e-3, first + seed)._asdict() | {"update": 10, "steps": 10, "seconds": 1.0, column: value}
         for seed, value in enumerate(values)
     ]
-    write_case(folder / f"{method}-{'-'.join(map(str, about.values()))}.csv", rows, {"method": method} | about)
+    about = {"method": method} | about | {"cell": about.get("cell", "gru"), "hidden": 64, "streams": 8, "episode": 200}
+    write_case(folder / f"{method}-{'-'.join(map(str, about.values()))}.csv", rows, about)
 
 
 def test_claims_of_recall(tmp_path):
@@ -143,15 +152,24 @@ def test_claims_of_recall(tmp_path):
     assert "0.0105 ± 0.00635 (0.001)" in recall.claims(tmp_path)[0].detail
 
 
-def test_claims_of_series(tmp_path):
+def test_claims_of_series(tmp_path, monkeypatch):
+    """Published numbers are compared with at the protocol's size alone; methods with one another seed by seed."""
     for kind, low in zip(series.KINDS, (0.004, 0.01, 0.003), strict=True):
-        write(tmp_path, "rtrl", (low, low * 1.01, low * 0.99), "nmse", series=kind)
-        write(tmp_path, "preuoro", (low * 2, low * 2.02, low * 1.98), "nmse", series=kind)
-        write(tmp_path, "immediate", (low * 1.5, low * 0.5, low * 1.1), "nmse", series=kind)
-    found = series.claims(series.read_cases(tmp_path))
-    assert [claim.holds for claim in found[:3]] == [True, True, None]
-    assert found[3].text == "Henon: rtrl is the best of 3 methods." and found[3].holds is None
-    assert "Not told apart from it: immediate." in found[3].detail
+        write(tmp_path, "rtrl", (low, low * 2, low * 0.5), "nmse", series=kind)
+        write(tmp_path, "preuoro", (low * 1.5, low * 3.02, low * 0.74), "nmse", series=kind)
+        write(tmp_path, "immediate", (low * 1.5, low * 1.5, low * 0.6), "nmse", series=kind)
+    rows = series.read_cases(tmp_path)
+    best = series.claims(rows)
+    assert [claim.text for claim in best][:1] == ["Henon: rtrl is the best of 3 methods."] and len(best) == 3
+    assert best[0].holds is None and "Not told apart from it: immediate." in best[0].detail
+    monkeypatch.setattr(series, "PROTOCOL_SIZE", (64, 8, 200, 10))
+    found = series.claims(rows)
+    assert [claim.holds for claim in found[:3]] == [None, None, None] and len(found) == 6
+    assert found[0].detail.startswith("Henon 0.00467 ± 0.00759 against 0.0052;")
+    alone = [row for row in rows if row["method"] == "rtrl"]
+    assert series.claims(alone)[3:] == []
+    lost = [row | {"nmse": math.nan} for row in rows]
+    assert [claim.holds for claim in series.claims(lost)] == [None] * 3
 
 
 def test_claims_of_text_and_copy(tmp_path):
@@ -161,6 +179,15 @@ def test_claims_of_text_and_copy(tmp_path):
     for method, values in {"rtrl": (9, 9, 10), "tbptt": (3, 3, 4), "immediate": (9, 10, 9)}.items():
         write(tmp_path / "copy", method, values, "copy_length", chunk=1)
     assert [claim.holds for claim in copying.claims(tmp_path / "copy")] == [True, None]
+
+
+def test_pairs_are_of_the_same_seed(tmp_path):
+    write(tmp_path, "rtrl", (1.0, 2.0, 3.0), chunk=4)
+    write(tmp_path, "tbptt", (2.5, 3.5), first=1, chunk=4)
+    found = text.results(tmp_path)
+    assert paired(found["rtrl", 4], found["tbptt", 4]) == (-0.5, 0.0)
+    write(tmp_path, "snap(1)", (1.0,), first=7, chunk=4)
+    assert paired(found["rtrl", 4], text.results(tmp_path)["snap(1)", 4]) is None
 
 
 def test_text_comes_with_python_or_from_the_data_folder(tmp_path):
@@ -233,9 +260,15 @@ def test_claims_of_agents(tmp_path):
     assert "gru: 0.991 ± 0.00248 (0.001)" in found[0].detail and "RTRL 0.998" in found[0].detail
 
 
-def test_an_environment_that_is_not_installed_is_known_before_anything_is_run(tmp_path, monkeypatch):
+def test_what_is_missing_is_known_before_anything_is_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnax", None)
-    part = dataclasses.replace(streams.PRESETS["smoke"].settings[-1], gymnax=("MemoryChain-bsuite",))
-    with refused("gymnax"):
-        agent.train(part, tmp_path, lambda *words: None, False, 0, None)
-    assert not list(tmp_path.iterdir())
+    small = streams.PRESETS["smoke"]
+    told = []
+    for name, changed, words in (
+        ("agent", {"gymnax": ("MemoryChain-bsuite",)}, "gymnax"),
+        ("text", {"source": "file"}, "reads tinyshakespeare.txt"),
+    ):
+        parts = tuple(dataclasses.replace(p, **changed) if p.name == name else p for p in small.settings)
+        with refused(words):
+            streams.run(dataclasses.replace(small, settings=parts), tmp_path, lambda *words: told.append(words))
+    assert not told and not list(tmp_path.iterdir())

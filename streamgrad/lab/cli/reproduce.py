@@ -31,13 +31,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     names = "|".join([*MODULES, "all", *EXTRA])
     parser = argparse.ArgumentParser("streamgrad reproduce", description=ABOUT, allow_abbrev=False)
     add = parser.add_argument
-    about = "which; by default all but tune, which searches for the settings that the others are given"
+    about = "which; by default all but streams, which takes as long as the others together, and tune, which searches "
+    about += "for the settings that they are given"
     add("experiment", nargs="?", default="all", metavar=names, help=about)
     about = "how large: smoke (about a minute, nearly all of it compilation), laptop (3 to 6 minutes on two cores, the "
     about += "default), paper (the paper's sizes, for a GPU)"
     add("--preset", choices=PRESETS, default="laptop", help=about)
     add("--out", type=Path, help="folder of the run; runs/PRESET by default")
-    about = "folder of the MNIST files; STREAMGRAD_DATA by default"
+    about = "folder of the MNIST files, and for streams of tinyshakespeare.txt; STREAMGRAD_DATA by default"
     add("--data", metavar="FOLDER", default=os.environ.get("STREAMGRAD_DATA") or None, help=about)
     about = "go on with a run that was stopped, or add experiments or settings to one"
     add("--resume", action="store_true", help=about)

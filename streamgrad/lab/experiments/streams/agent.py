@@ -15,7 +15,15 @@ from streamgrad.lab.environments import Environment, from_gymnax, t_maze
 from streamgrad.lab.experiments import plots
 from streamgrad.lab.experiments.base import Claim, Section, Table
 from streamgrad.lab.experiments.evidence import judge, mean_of
-from streamgrad.lab.experiments.streams.lanes import Best, best_of, file_of, read_cases, write_case
+from streamgrad.lab.experiments.streams.lanes import (
+    Best,
+    about_rates,
+    about_sizes,
+    best_of,
+    file_of,
+    read_cases,
+    write_case,
+)
 from streamgrad.lab.experiments.streams.methods import in_order, look, make_estimator
 from streamgrad.lab.progress import COMPILING, Progress
 
@@ -63,18 +71,28 @@ class Agent:
     name: str = "agent"
 
 
+def check(part: Agent, data: Path | None) -> None:
+    """All environments are there, which must be known before hours are spent on other parts."""
+    del data
+    _worlds(part)
+
+
+def _worlds(part: Agent) -> list[tuple[str, Environment]]:
+    """The environments and their titles."""
+    mazes = [(f"T-maze {corridor}", t_maze(corridor)) for corridor in part.corridors]
+    return mazes + [(name, from_gymnax(name)) for name in part.gymnax]
+
+
 def train(part: Agent, folder: Path, progress: Progress, resume: bool, seed: int, data: Path | None) -> None:
     """Train every method with every cell in every environment, all rates and seeds at once; a file for each."""
     del data
-    # All of them first: one that does not install must be known before hours are spent.
-    worlds = [(f"T-maze {corridor}", t_maze(corridor)) for corridor in part.corridors]
-    worlds += [(name, from_gymnax(name)) for name in part.gymnax]
-    for (title, world), cell, method in itertools.product(worlds, part.cells, part.methods):
+    for (title, world), cell, method in itertools.product(_worlds(part), part.cells, part.methods):
         path = folder / file_of(title, cell, method)
         if not (resume and path.exists()):
             show = functools.partial(progress, f"{title}, {cell}, {method}")
             rows = list(_curves(part, world, cell, method, range(seed, seed + part.seeds), show))
-            write_case(path, rows, {"world": title, "cell": cell, "method": method})
+            about = {"world": title, "cell": cell, "method": method, "hidden": part.hidden, "streams": part.streams}
+            write_case(path, rows, about)
 
 
 def _curves(part: Agent, world: Environment, cell: str, method: str, seeds: range, show: Any) -> Any:
@@ -108,10 +126,17 @@ def section(folder: Path) -> Section | None:
     worlds = list(dict.fromkeys(world for world, _, _ in found))
     used = list(dict.fromkeys(cell for _, cell, _ in found))
     methods = in_order(method for _, _, method in found)
-    table = Table(["environment", "cell", *methods, "published, 64 units"], [])
-    for world, cell in itertools.product(worlds, used):
-        row = [str(found[world, cell, m]) if (world, cell, m) in found else "" for m in methods]
-        table.rows.append([world, cell, *row, _published(world)])
+    rows = read_cases(folder)
+    table = Table(["environment", "cell", "method", "success", "µs per step", "published, 64 units"], [])
+    for world, cell, method in itertools.product(worlds, used, methods):
+        if (world, cell, method) in found:
+            mine = [row for row in rows if (row["world"], row["cell"], row["method"]) == (world, cell, method)]
+            steps = sorted({row["steps"] for row in mine})
+            spent = max(row["seconds"] for row in mine) / max(
+                steps[-1] - steps[0], 1
+            )  # the first window is not counted
+            first = _published(world) if (cell, method) == (used[0], methods[0]) else ""
+            table.rows.append([world, cell, method, str(found[world, cell, method]), f"{1e6 * spent:.0f}", first])
     fig, axes = plots.figure(len(worlds), 1, height=2.6)
     for ax, world in zip(axes.flat, worlds, strict=True):
         for method in methods:
@@ -126,8 +151,10 @@ def section(folder: Path) -> Section | None:
     plots.legend_below(fig, axes[0, 0], 3)
     text = (
         "An agent sees a cue, walks down a corridor and turns; only the cue says which way. Online actor-critic with "
-        "eligibility traces, an update at every step of all environments. Success over the last fifth, with the best "
-        "learning rate of the grid in brackets, mean over seeds and 95% interval; turning at random gives 0.5."
+        f"eligibility traces, an update at every step of all environments by Adam. {about_sizes(rows)} Success over "
+        f"the last fifth, mean over seeds and 95% interval; turning at random gives 0.5. {about_rates(rows)} tbptt(5) "
+        "reaches back 5 steps, which is less than a corridor, tbptt(25) further than the shorter ones. Time is that "
+        "of all rates and seeds, trained at once."
     )
     files = [f"agent/{path.name}" for path in sorted(folder.glob("*.csv"))]
     return Section("An agent that remembers", fig, text, claims(folder), table, files)
@@ -150,7 +177,9 @@ def claims(folder: Path) -> list[Claim]:
         if not mine:
             continue
         cell = max(mine, key=lambda name: float(np.mean(mine[name].finals)))
-        text = f"rtrl finds the way in a T-maze of corridor {corridor}: success above {aim}."
+        text = (
+            f"rtrl finds the way in a T-maze of corridor {corridor}: success above {aim}, with the best of its cells."
+        )
         numbers = "; ".join(f"{name}: {best}" for name, best in mine.items())
         detail = f"{numbers}; the rate in brackets. Published: {_published(f'T-maze {corridor}')}."
         made.append(judge(text, [mean_of(mine[cell].finals).above(aim)], detail))

@@ -19,6 +19,7 @@ import optax
 
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import GradientEstimator, Model
+from streamgrad.lab.experiments.evidence import Estimate, mean_of
 from streamgrad.lab.experiments.records import show_interval
 from streamgrad.lab.progress import COMPILING, Show
 from streamgrad.lab.tables import read_rows, write_rows
@@ -87,7 +88,8 @@ def train_lanes(
     """
     optimizer = make_optimizer(clip)
     step = training_step(task, estimator, optimizer)
-    every = max(1, updates // points)
+    points = min(points, updates)
+    every = updates // points
 
     @jax.jit
     @jax.vmap
@@ -166,6 +168,31 @@ def best_of(rows: Iterable[dict[str, Any]], name: str = "loss", last: float | in
         if not len(found.finals) or (gain > 0 if highest else gain < 0):
             found = Best(rate, finals, curves)
     return found
+
+
+def paired(a: Best, b: Best) -> Estimate | None:
+    """How much more a has than b, seed by seed, as the same seed begins alike; None where no seed ended in both."""
+    mine, other = ({curve[0]["seed"]: x for curve, x in zip(best.rows, best.finals, strict=True)} for best in (a, b))
+    common = [seed for seed in mine if seed in other]
+    return mean_of(np.array([mine[seed] - other[seed] for seed in common])) if common else None
+
+
+def about_rates(rows: Iterable[dict[str, Any]]) -> str:
+    """A sentence on how the learning rate was chosen."""
+    rates = sorted({row["rate"] for row in rows})
+    if len(rates) == 1:
+        return f"One learning rate, {rates[0]:g}, for all, not tuned."
+    tried = ", ".join(f"{rate:g}" for rate in rates)
+    return f"In brackets the best of the learning rates {tried}, chosen by the mean over the same seeds."
+
+
+def about_sizes(rows: Sequence[dict[str, Any]]) -> str:
+    """A sentence on the network and the streams that were used."""
+    row, cells = rows[0], " or ".join(dict.fromkeys(row["cell"] for row in rows))
+    steps, seeds = int(max(row["steps"] for row in rows)), len({row["seed"] for row in rows})
+    return (
+        f"{cells} of {int(row['hidden'])} units, {int(row['streams'])} streams, {steps:,} steps of each, {seeds} seeds."
+    )
 
 
 def final_of(values: Sequence[float], last: float | int = 0.1) -> float:

@@ -41,6 +41,7 @@ METHODS = {
     "reinforce": Method("reinforce", {}),
     "tbptt": Method("bptt", {}),  # chunk by chunk
     "tbptt(25)": Method("tbptt", {"window": 25}),
+    "tbptt(16)": Method("tbptt", {"window": 16}),
     "tbptt(5)": Method("tbptt", {"window": 5}),
     "immediate": Method("immediate", {}),
     "local_rtrl": Method("local_rtrl", {}),

@@ -18,6 +18,8 @@ from streamgrad.lab.experiments.base import Claim, Section, Table
 from streamgrad.lab.experiments.evidence import judge, mean_of
 from streamgrad.lab.experiments.streams.lanes import (
     Best,
+    about_rates,
+    about_sizes,
     all_lanes,
     best_of,
     file_of,
@@ -112,28 +114,34 @@ def train(part: Recall, folder: Path, progress: Progress, resume: bool, seed: in
         est = for_streams(method, model, part.streams)
         show = functools.partial(progress, f"recall, {method}, chunks of {length}")
         rows = train_lanes(model, task, est, lanes, part.steps // length, part.points, place, show=show)
-        write_case(path, rows, {"method": method, "chunk": length}, {"delay": part.delays})
+        about = {"method": method, "chunk": length, "cell": part.cell, "hidden": part.hidden, "streams": part.streams}
+        write_case(path, rows, about, {"delay": part.delays})
 
 
 def section(folder: Path) -> Section | None:
     """Heat maps over D and K of the final loss, a table of them, and the claims."""
-    found = results(folder)
+    rows, found = read_cases(folder), results(folder)
     if not found:
         return None
     methods = in_order(method for method, _, _ in found)
     chunks, delays = sorted({length for _, length, _ in found}), sorted({delay for _, _, delay in found})
     text = (
         "A network gives back the bit of D steps ago, and learns after every chunk of K steps; all methods see the "
-        "same number of bits. Shown is the loss over the last tenth, in nats, with the best learning rate of the grid, "
-        f"mean over seeds; guessing costs {CHANCE:.3f}. Above the white line D >= K: all credit must come "
-        "from before the chunk."
+        f"same number of bits. {about_sizes(rows)} Adam, after clipping at norm 1. Shown is the loss over the last "
+        f"tenth, in nats, mean over seeds and 95% interval; guessing costs {CHANCE:.3f}. {about_rates(rows)} Above the "
+        "white line, and where there is none, D >= K: credit can only come from before the chunk. What a method "
+        "without any such credit has below guessing, it reads out of a memory that it did not learn. Seconds are "
+        "those of all delays, rates and seeds, trained at once, without compilation."
     )
-    header = ["method", "K", *(f"D = {delay}" for delay in delays)]
+    header = ["method", "K", *(f"D = {delay}" for delay in delays), "seconds"]
     table = Table(header, [])
     for method in methods:
         for length in chunks:
+            if not any((method, length, d) in found for d in delays):
+                continue
             cells_ = [str(found[method, length, d]) if (method, length, d) in found else "" for d in delays]
-            table.rows.append([method, str(length), *cells_])
+            seconds = max(row["seconds"] for row in rows if row["method"] == method and row["chunk"] == length)
+            table.rows.append([method, str(length), *cells_, f"{seconds:.1f}"])
     files = [f"recall/{path.name}" for path in sorted(folder.glob("*.csv"))]
     figure = _heat_maps(found, methods, chunks, delays)
     return Section("Recall: the bit of D steps ago, by chunks of K", figure, text, claims(folder), table, files)
