@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml
 # From nothing to a report of what one would like to see first; called again, it goes on where it was stopped.
 demo: $(VENV)/.demo
 	$(BIN)/streamgrad reproduce variance --preset laptop --out runs/demo --resume
-	$(BIN)/streamgrad reproduce streams --settings recall --preset laptop --out runs/demo --resume
+	$(BIN)/streamgrad reproduce streams --settings agent --preset laptop --out runs/demo --resume
 
 $(VENV)/.demo: pyproject.toml
 	$(call install,$(VENV),$(PYTHON),".[cli]")
