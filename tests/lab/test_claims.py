@@ -1,6 +1,6 @@
 """The paper's claims, asserted over the recorded runs of the `paper` preset (experiments/results/paper)."""
 
-from streamgrad.lab.experiments import ablation, carried_report, variance, variance_report
+from streamgrad.lab.experiments import ablation, carried_report, streams, variance, variance_report
 from streamgrad.lab.experiments.records import read_settings
 from streamgrad.lab.tables import read_rows
 from tests.tools import ROOT
@@ -34,3 +34,19 @@ def test_carried_over():
     claims = carried_report.claims(rows)
     assert len(claims) == 2
     assert [claim.detail for claim in claims if not claim.holds] == []
+
+
+def test_streams_at_laptop_size():
+    """What docs/streams.md says of the recorded run: what holds, what is undecided, and that nothing fails."""
+    folder = RESULTS.parent / "laptop" / "streams"
+    found = [claim for section in streams.sections(folder) for claim in section.claims]
+    assert [claim.text for claim in found if claim.holds is False] == []
+    assert [claim.text.split(" ")[0] for claim in found if claim.holds] == [
+        "tbptt",
+        "immediate",
+        "rtrl",
+        "rtrl",
+        "rtrl",
+        "rtrl",
+    ]
+    assert len(found) == 13
