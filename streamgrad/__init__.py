@@ -22,6 +22,7 @@ from streamgrad.base import (
     Model,
     Params,
 )
+from streamgrad.engine.sharded import sharded
 from streamgrad.engine.stepwise import online
 from streamgrad.engine.streams import batched
 from streamgrad.estimators import (
@@ -79,6 +80,7 @@ __all__ = [
     "reinforce",
     "rflo",
     "rtrl",
+    "sharded",
     "sketch",
     "snap",
     "spatial_rtrl",

@@ -15,6 +15,7 @@ import pytest
 from tests.cells.libraries import have
 
 jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_num_cpu_devices", 4)  # of which all but `tests/devices` use the first alone
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # For good, not in a `with`: modules of streamgrad are imported when they are first used.

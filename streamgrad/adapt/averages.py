@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
-from streamgrad.adapt.window import Window
+from streamgrad.engine.devices import PerDevice
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.shaping import Shaping
 from streamgrad.theory.equilibrate import optimal_alpha
@@ -37,16 +37,14 @@ class Averages(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """The window that is being filled, one for each stream that is watched.
+    """The window that is being filled, one for each stream that is watched; on several devices, for those of each.
 
     Attributes:
-      window: the steps so far.
-      scales: γ and β of them.
+      steps: the `Window` of the steps so far, and their γ and β, `[streams, W, 2, G]`.
       filled: how many.
     """
 
-    window: Window
-    scales: Float[Array, "K W 2 G"]
+    steps: PerDevice
     filled: Int[Array, ""]
 
 

@@ -17,6 +17,7 @@ from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.adapt.averages import Averages, CarriedShared, Gathered, all_finite, solve
 from streamgrad.adapt.window import Back, Window, estimate_b, estimate_c, go_back
 from streamgrad.base import Chunk, EstimatorState, Model, Params, real_dtype
+from streamgrad.engine.devices import Devices, PerDevice
 from streamgrad.engine.estimator import Outcome
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import total_log_alpha
@@ -107,7 +108,8 @@ class Learner:
         state_size = cuts.layout(self.model.cell, self.model.cell.cuts["preactivation"]).state_size
         vectors = jnp.zeros((*steps, state_size), dtype)
         window = Window(vectors, inputs, vectors, jnp.zeros(steps, bool))
-        return Gathered(window, jnp.ones((*steps, 2, self.groups.count), dtype), jnp.zeros((), jnp.int32))
+        scales = jnp.ones((*steps, 2, self.groups.count), dtype)
+        return Gathered(PerDevice((window, scales)), jnp.zeros((), jnp.int32))
 
     def _spatial(self, shaping: Shaping | None) -> Spatial:
         return (
@@ -150,12 +152,15 @@ class Learner:
         each = jnp.zeros(self.carry.episode, c.row.dtype)
         return found._replace(c=total, visits=each.at[at].add(back.length), steps=each.at[position].add(1))
 
-    def _observe(self, params: Params, shared: CarriedShared, watched: tuple, filled: Any) -> CarriedShared:
+    def _observe(
+        self, params: Params, shared: CarriedShared, watched: tuple, filled: Any, devices: Devices
+    ) -> CarriedShared:
         """Add windows of all watched streams to the averages; every few windows solve for Q_0 and α."""
-        many = jax.tree.leaves(watched)[0].shape[0]
-        turns = shared.windows * many + jnp.arange(many)
+        own = jax.tree.leaves(watched)[0].shape[0]
+        many = own * devices.count
+        turns = shared.windows * many + devices.index * own + jnp.arange(own)
         found = jax.vmap(lambda turn, one: self._statistics(params, shared, turn, filled, one))(turns, watched)
-        found = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), found)
+        found = devices.mean(jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), found))
         good = all_finite(found)  # a window that is not is left out: an average would never recover
         averages = jax.tree.map(
             lambda old, new: jnp.where(good, self.carry.decay * old + (1 - self.carry.decay) * new, old),
@@ -170,8 +175,13 @@ class Learner:
             due, functools.partial(solve, self.groups, self.carry.damping), lambda shared: shared, shared
         )
 
-    def learn(self, params: Params, before: EstimatorState, outcome: Outcome, chunk: Chunk) -> CarriedShared:
-        """The statistics after a chunk of all streams; as in `streamgrad.engine.estimator.Algorithm`."""
+    def learn(
+        self, params: Params, before: EstimatorState, outcome: Outcome, chunk: Chunk, devices: Devices
+    ) -> CarriedShared:
+        """The statistics after a chunk of all streams; as in `streamgrad.engine.estimator.Algorithm`.
+
+        On several devices each watches as many of its own streams, and no stream travels.
+        """
         shared, info = before.shared, outcome.info
         assert outcome.seen is not None
         batch, steps = info.loss.shape
@@ -194,18 +204,22 @@ class Learner:
                 position = jax.vmap(_positions, in_axes=(0, 0, None))(
                     take(before.memory.rescaling), reset, self.carry.episode
                 )
-            shared = self._observe(params, shared, (window, scales, position, take(chunk)), steps)
+            shared = self._observe(params, shared, (window, scales, position, take(chunk)), steps, devices)
         else:
-            shared = self._gather(params, shared, window, scales)
-        calm = balanced(outcome.state.memory) if self.optimal else jnp.ones((), bool)
+            shared = self._gather(params, shared, window, scales, devices)
+        calm = jnp.ones((), bool)
+        if self.optimal:
+            calm = devices.mean(balanced(outcome.state.memory).astype(scales.dtype)) > 1 - 0.5 / devices.count
         return shared._replace(ready=shared.solved & calm)
 
-    def _gather(self, params: Params, shared: CarriedShared, window: Window, scales: Array) -> CarriedShared:
+    def _gather(
+        self, params: Params, shared: CarriedShared, window: Window, scales: Array, devices: Devices
+    ) -> CarriedShared:
         """Fill the window; look back once it is full."""
         many, steps = scales.shape[:2]
         if steps >= self.carry.window:
             whole = jax.tree.map(lambda leaf: leaf[:, : self.carry.window], (window, scales))
-            return self._observe(params, shared, (*whole, None, None), self.carry.window)
+            return self._observe(params, shared, (*whole, None, None), self.carry.window, devices)
         before = shared.gathered
         if before is None:
             raise ValueError(
@@ -220,18 +234,19 @@ class Learner:
             old = old[:many]
             return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, axis=1)
 
-        kept = before.window._replace(dl_dstate=jnp.where(at == 0, 0, before.window.dl_dstate))
-        filled, (window, scales) = at + steps, jax.tree.map(write, (kept, before.scales), (window, scales))
+        old_window, old_scales = before.steps.value
+        kept = old_window._replace(dl_dstate=jnp.where(at == 0, 0, old_window.dl_dstate))
+        filled, (window, scales) = at + steps, jax.tree.map(write, (kept, old_scales), (window, scales))
         full = filled + steps > self.carry.window
 
         def look_back(shared: CarriedShared) -> CarriedShared:
-            return self._observe(params, shared, (window, scales, None, None), filled)
+            return self._observe(params, shared, (window, scales, None, None), filled, devices)
 
         shared = jax.lax.cond(full, look_back, lambda shared: shared, shared)
-        window, scales = jax.tree.map(
-            lambda new, old: jnp.concatenate([new, old[many:]]), (window, scales), (before.window, before.scales)
+        now = jax.tree.map(
+            lambda new, old: jnp.concatenate([new, old[many:]]), (window, scales), (old_window, old_scales)
         )
-        return shared._replace(gathered=Gathered(window, scales, jnp.where(full, 0, filled)))
+        return shared._replace(gathered=Gathered(PerDevice(now), jnp.where(full, 0, filled)))
 
 
 def in_turns(turn: Int[Array, ""], size: int, filled: Any) -> Int[Array, ""]:

@@ -11,6 +11,7 @@ chunk cuts both.
 It is written for all streams at once, because the influence may be that of the first few streams alone.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, Info, Model, Params, real_dtype
+from streamgrad.engine.devices import ALONE, Devices
 from streamgrad.engine.estimator import Algorithm, Outcome, as_stream
 from streamgrad.engine.passes import backward, forward, read_out
 from streamgrad.step.linear import linear
@@ -51,25 +53,32 @@ class Across(NamedTuple):
       init: `init(params, state) -> memory`, for the cell's parameters and the state that an episode begins with.
       asks: `asks(memory, noise) -> [R, S]`, the vectors that the reverse pass takes along from the chunk's end.
       advance: `advance(shared, memory, noise, crossing) -> (memory, diagnostics)`, from chunk to chunk.
-      older: `older(shared, memory, dl_dstart[b, S]) -> (grads, shared)`, the mean of (dL_chunk/dh_0) M_0 over b
-        streams, and what they share afterwards. None for a method that gives no credit to what lies before the chunk.
+      older: `older(memory, dl_dstart[b, S]) -> grads`, the mean of (dL_chunk/dh_0) M_0 over b streams. None for a
+        method that gives no credit to what lies before the chunk.
       tangents: `tangents(memory) -> [r, S]`, what the forward pass takes along; None for nothing.
       draw: `draw(key, length, dtype) -> noise`, for a chunk of so many steps.
       shared: `shared(params) -> shared`, what all streams have in common.
       block: `block(params, length)`: after how many steps of a chunk of `length` the reverse pass multiplies factors
         out and adds them up, which bounds memory; `length` for never. None for never, whatever the length.
       pick: as in `streamgrad.engine.passes.backward`; by default all there is. Only for cells with preactivations.
+      weigh: `weigh(shared, memory, dl_dstart, older, devices) -> (older, shared)`, where the older credit is not taken
+        as it is, and what streams share afterwards.
+      columns: as in `Algorithm`, for an influence whose arrays end in the features of the weights.
+      own: of the features of steps, those whose columns of θ are this device's.
     """
 
     init: Callable[[PyTree, PyTree], PyTree]
     asks: Callable[[PyTree, PyTree], Float[Array, "R S"]]
     advance: Callable[[PyTree, PyTree, PyTree, Crossing], tuple[PyTree, dict[str, Array]]]
-    older: Callable[[PyTree, PyTree, Float[Array, "b S"]], tuple[PyTree, PyTree]] | None
+    older: Callable[[PyTree, Float[Array, "b S"]], PyTree] | None
     tangents: Callable[[PyTree], Float[Array, "r S"]] | None = None
     draw: Callable[[Any, int, Any], PyTree] = lambda key, length, dtype: None
     shared: Callable[[PyTree], PyTree] = lambda params: ()
     block: Callable[[PyTree, int], int] | None = None
     pick: Callable[[PyTree], PyTree] = lambda asked: asked
+    weigh: Callable[[PyTree, PyTree, PyTree, PyTree, Devices], tuple[PyTree, PyTree]] | None = None
+    columns: Callable[[PyTree], PyTree] | None = None
+    own: Callable[[PyTree], PyTree] = lambda features: features
 
 
 class Walk(NamedTuple):
@@ -116,7 +125,7 @@ def chunkwise(
         state = model.init_state(params)
         return EstimatorState(state, across.init(params.cell, state), across.shared(params.cell))
 
-    def batch(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Outcome:
+    def batch(params: Params, state: EstimatorState, chunk: Chunk, keys: Any, devices: Devices) -> Outcome:
         """All streams; what was summed over them keeps a leading axis of one."""
         streams = jax.tree.leaves(state.cell)[0].shape[0]
         watched = leading(state.memory, streams)
@@ -129,11 +138,14 @@ def chunkwise(
         by_time = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), chunk)
 
         block = across.block(params.cell, length) if across.block else length
-        found = (walk_through or walk)(model, params, across, start, state.memory, noise, by_time, block)
+        here = across._replace(own=own_columns(devices))
+        found = (walk_through or walk)(model, params, here, start, state.memory, noise, by_time, block)
         cell, shared = found.inside, state.shared
         if across.older is not None:
             few = jax.tree.map(lambda leaf: leaf[:watched], found.dl_dstart)
-            older, shared = across.older(shared, state.memory, few)
+            older = whole_columns(devices, across.older(state.memory, few), params.cell)
+            if across.weigh is not None:
+                older, shared = across.weigh(shared, state.memory, few, older, devices)
             # The mean over the watched streams stands for all: streams are exchangeable.
             cell = jax.tree.map(lambda inside, older: inside + streams * older, cell, older)
         # Once the older credit is read, the memory may be written over; else the compiler keeps a copy of all of it.
@@ -149,12 +161,33 @@ def chunkwise(
 
     def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
         stream = as_stream(state._replace(shared=None))._replace(shared=state.shared)
-        many = batch(params, stream, as_stream(chunk), as_stream(key))
+        many = batch(params, stream, as_stream(chunk), as_stream(key), ALONE)
         shared, many = many.state.shared, many._replace(state=many.state._replace(shared=None))
         one = jax.tree.map(lambda leaf: leaf[0], many)
         return one._replace(state=one.state._replace(shared=shared))
 
-    return Algorithm(init, run, check=check, batch=batch)
+    return Algorithm(init, run, check=check, batch=batch, columns=across.columns)
+
+
+def own_columns(devices: Devices) -> Callable[[PyTree], PyTree]:
+    """Of features, those whose weights' influence this device keeps; a bias, which has but one, is every device's."""
+    columns = devices.columns
+    if columns is None:
+        return lambda features: features
+    return functools.partial(jax.tree.map, lambda a: columns.own(a, a.ndim - 1) if a.shape[-1] > 1 else a)
+
+
+def whole_columns(devices: Devices, older: PyTree, params: PyTree) -> PyTree:
+    """A gradient like the parameters of the columns that this device has, for `Devices.mean_gradient`."""
+    columns = devices.columns
+    if columns is None:
+        return older
+    return jax.tree.map(lambda g, w: columns.among_zeros(g, 1, w.shape[1]) if w.shape[1] > 1 else g, older, params)
+
+
+def last_axis(memory: PyTree) -> PyTree:
+    """`Across.columns` of an influence whose arrays have the features of the weights as their last axis."""
+    return jax.tree.map(lambda leaf: leaf.ndim - 1 if leaf.shape[-1] > 1 else -1, memory)
 
 
 def leading(tree: PyTree, otherwise: int) -> int:
@@ -181,7 +214,7 @@ def walk(
     losses, head, dl_dstate = read_out(model, params, unravel, states, chunk)
     asks = jax.vmap(across.asks)(memory, noise)
     cotangents, pulled, inside = backward(
-        maps, kept, features, params.cell, dl_dstate, asks, chunk.reset, block, across.pick
+        maps, kept, features, params.cell, dl_dstate, asks, chunk.reset, block, across.pick, across.own
     )
     reset = None if chunk.reset is None else jnp.any(chunk.reset[:, : len(asks)], axis=0)
     return Walk(end, states, losses, head, inside, cotangents[0], Crossing(cotangents[1], pulled, moved, reset))

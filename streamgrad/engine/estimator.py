@@ -12,7 +12,8 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, fold_weight
 from streamgrad.checks import check_fits, check_values
 from streamgrad.engine.acting import advancing, bare, crediting
-from streamgrad.engine.checking import checks_of
+from streamgrad.engine.checking import Checks, checks_of, no_checks
+from streamgrad.engine.devices import ALONE, Devices
 from streamgrad.engine.outside import from_outside
 from streamgrad.engine.reverse_only import naming_reverse_only
 from streamgrad.noise.groups import Groups
@@ -80,21 +81,27 @@ class Algorithm(NamedTuple):
         of outer products, for one, is a single matrix product over all streams and steps.
       check: `check(chunk, length, key)`, raises ValueError for what this estimator in particular cannot take. It looks
         at shapes and dtypes alone, and is called once for each.
-      learn: `learn(params, state before, outcome, chunk) -> shared`, for what the streams share and learn from each
-        chunk. Called once for all of them: everything has a leading axis for streams but `shared`.
+      learn: `learn(params, state before, outcome, chunk, devices) -> shared`, for what the streams share and learn from
+        each chunk. Called once for all of them: everything has a leading axis for streams but `shared`. Where streams
+        are spread over devices it is called on each with its own, and what it returns must be the same on all of them:
+        `devices.mean` makes it so.
       uses_loss: whether `memory` or `shared` depend on the losses, so that the estimator cannot `advance` before they
         are known. What `learn` does is no matter: it is not called then.
-      batch: `run` for all streams at once, one key each, where that is more than mapping `run` over them. What it has
-        summed over streams already has a leading axis of one.
+      batch: `batch(params, state, chunk, keys, devices)`, `run` for all streams at once, one key each, where that is
+        more than mapping `run` over them. What it has summed over streams already has a leading axis of one.
+      columns: whether `batch` can keep `memory` by columns of θ on the devices of a mesh axis, and then
+        `columns(memory) -> axes`, for each of its arrays without the axis of streams: which of its axes is cut, or -1
+        for one that every device has whole.
     """
 
     init: Callable[[Params], EstimatorState]
     run: Callable[[Params, EstimatorState, Chunk, Any], Outcome]
     total: Callable[[PyTree], Params] = sum_over_streams
     check: Callable[[Chunk, int, Any], None] = lambda *_: None
-    learn: Callable[[Params, EstimatorState, Outcome, Chunk], PyTree] | None = None
+    learn: Callable[[Params, EstimatorState, Outcome, Chunk, Devices], PyTree] | None = None
     uses_loss: bool = False
-    batch: Callable[[Params, EstimatorState, Chunk, Any], Outcome] | None = None
+    batch: Callable[[Params, EstimatorState, Chunk, Any, Devices], Outcome] | None = None
+    columns: Callable[[PyTree], PyTree] | None = None
 
 
 class Noisy(NamedTuple):
@@ -135,20 +142,26 @@ class Engine(GradientEstimator):
     Attributes:
       model: the model whose gradients are estimated.
       streams: the same functions for a batch of streams.
+      on: `on(devices) -> Streams`, for the streams of one device of several, inside a program over all of them.
       noisy: None where there is no noise to choose, or it has been chosen.
       watchable: whether `streams` takes a memory of fewer streams than there are.
+      columns: as in `Algorithm`.
     """
 
     model: Model
     streams: Streams
+    on: Callable[[Devices], Streams]
     noisy: Noisy | None = None
     watchable: bool = False
+    columns: Callable[[PyTree], PyTree] | None = None
 
 
-def over_streams(algorithm: Algorithm, params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Outcome:
+def over_streams(
+    algorithm: Algorithm, devices: Devices, params: Params, state: EstimatorState, chunk: Chunk, keys: Any
+) -> Outcome:
     """`Algorithm.run` for a batch of streams: everything has a leading axis for them but what they share."""
     if algorithm.batch is not None:
-        return algorithm.batch(params, state, chunk, keys)
+        return algorithm.batch(params, state, chunk, keys, devices)
 
     def one(state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Outcome, PyTree]:
         outcome = algorithm.run(params, state, chunk, key)
@@ -173,18 +186,10 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
     if model.inner is not model:
         return from_outside(model, estimator(model.inner, algorithm, noisy))
     check, check_many = checks_of(model, algorithm.init, algorithm.check, algorithm.uses_loss)
-    forms = (algorithm.run, functools.partial(over_streams, algorithm))
-    run, run_many = (naming_reverse_only(model, form) for form in forms)
-    run_each = functools.partial(over_streams, algorithm._replace(batch=None))
+    run = naming_reverse_only(model, algorithm.run)
 
     def alone(outcome: Outcome) -> Params:
         return algorithm.total(as_stream(outcome.summands))
-
-    def mean(outcome: Outcome) -> Params:
-        return jax.tree.map(lambda leaf: leaf / len(outcome.info.loss), algorithm.total(outcome.summands))
-
-    def each(outcome: Outcome) -> Params:
-        return jax.vmap(lambda summands: algorithm.total(as_stream(summands)))(outcome.summands)
 
     @jax.jit
     def compiled(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
@@ -193,16 +198,9 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
         if algorithm.learn is not None:
             one, after = as_stream(outcome), as_stream(new)._replace(shared=new.shared)
             before = as_stream(state)._replace(shared=state.shared)
-            new = new._replace(shared=algorithm.learn(params, before, one._replace(state=after), as_stream(chunk)))
+            known = algorithm.learn(params, before, one._replace(state=after), as_stream(chunk), ALONE)
+            new = new._replace(shared=known)
         return alone(outcome), new, outcome.info
-
-    @jax.jit
-    def compiled_many(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
-        outcome = run_many(params, state, fold_weight(chunk), keys)
-        new = outcome.state
-        if algorithm.learn is not None:
-            new = new._replace(shared=algorithm.learn(params, state, outcome, chunk))
-        return mean(outcome), new, outcome.info
 
     def init(params: Params) -> EstimatorState:
         check.init(params)
@@ -214,25 +212,53 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
         check_values(model, chunk)
         return compiled(params, bare(state), chunk, key)
 
-    def update_many(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
-        check_many.update(params, bare(state), chunk, keys)
-        check_values(model, chunk)
-        return compiled_many(params, bare(state), chunk, keys)
-
+    on = functools.partial(streams_of, model, algorithm, check_many)
     return Engine(
         init,
         update,
         advancing(model, run, 1, check.advance),
         crediting(run, alone, check.credit),
         model=model,
-        streams=Streams(
-            update_many,
-            advancing(model, run_many, 2, check_many.advance),
-            crediting(run_many, mean, check_many.credit),
-            crediting(run_each, each, check_many.credit),
-        ),
+        streams=on(ALONE),
+        on=on,
         noisy=noisy,
         watchable=algorithm.batch is not None,
+        columns=algorithm.columns,
+    )
+
+
+def streams_of(model: Model, algorithm: Algorithm, check: Checks, devices: Devices) -> Streams:
+    """The contract's functions for a batch of streams, or for those of one device of several."""
+    run = naming_reverse_only(model, functools.partial(over_streams, algorithm, devices))
+    run_each = functools.partial(over_streams, algorithm._replace(batch=None), devices)
+
+    def mean(outcome: Outcome) -> Params:
+        own = jax.tree.map(lambda leaf: leaf / len(outcome.info.loss), algorithm.total(outcome.summands))
+        return devices.mean_gradient(own)
+
+    def each(outcome: Outcome) -> Params:
+        return jax.vmap(lambda summands: algorithm.total(as_stream(summands)))(outcome.summands)
+
+    @jax.jit
+    def compiled(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
+        outcome = run(params, state, fold_weight(chunk), keys)
+        new = outcome.state
+        if algorithm.learn is not None:
+            new = new._replace(shared=algorithm.learn(params, state, outcome, chunk, devices))
+        return mean(outcome), new, outcome.info
+
+    def update(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
+        check.update(params, bare(state), chunk, keys)
+        check_values(model, chunk)
+        return compiled(params, bare(state), chunk, keys)
+
+    if devices.columns is not None:  # of which a device has a part alone; the whole was checked before it was cut
+        check = no_checks()
+    return Streams(
+        update,
+        advancing(model, run, 2, check.advance),
+        crediting(run, mean, check.credit),
+        crediting(run_each, each, check.credit),
     )
 
 

@@ -57,10 +57,10 @@ def local_influence(local: Local, inside: str) -> Across:
         moved = jax.tree.map(shaped.row_by_row, crossing.back, memory)
         return add_pulled(moved, crossing.pulled), {}
 
-    def older(shared: PyTree, memory: PyTree, start: PyTree) -> tuple[PyTree, PyTree]:
+    def older(memory: PyTree, start: PyTree) -> PyTree:
         if inside == "backprop":
-            return shaped.contract(reach, start / len(start), memory), shared
-        return jax.tree.map(lambda e, m: shaped.sum_rows(e / len(e), m), start, memory), shared
+            return shaped.contract(reach, start / len(start), memory)
+        return jax.tree.map(lambda e, m: shaped.sum_rows(e / len(e), m), start, memory)
 
     return Across(init, lambda memory, noise: jnp.zeros(()), advance, older)
 

@@ -76,7 +76,14 @@ def from_outside(model: Model, engine: Any) -> Any:
 
         return credit
 
-    streams = engine.streams
+    def around(streams: Any) -> Any:
+        return streams._replace(
+            update=updating(streams.update),
+            advance=advancing(streams.advance),
+            credit=crediting(streams.credit),
+            credit_each=crediting(streams.credit_each, each=True),
+        )
+
     return dataclasses.replace(
         engine,
         init=init,
@@ -84,10 +91,6 @@ def from_outside(model: Model, engine: Any) -> Any:
         advance=advancing(engine.advance),
         credit=crediting(engine.credit),
         model=model,
-        streams=streams._replace(
-            update=updating(streams.update),
-            advance=advancing(streams.advance),
-            credit=crediting(streams.credit),
-            credit_each=crediting(streams.credit_each, each=True),
-        ),
+        streams=around(engine.streams),
+        on=lambda devices: around(engine.on(devices)),
     )

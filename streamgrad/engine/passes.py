@@ -59,6 +59,7 @@ def backward(
     reset: Bool[Array, "K B"] | None,
     block: int,
     pick: Callable[[PyTree], PyTree] = lambda asked: asked,
+    own: Callable[[PyTree], PyTree] = lambda features: features,
 ) -> tuple[tuple[Array, Array], PyTree, PyTree]:
     """One reverse pass: the losses' cotangent of all streams, and those asked for of the first b.
 
@@ -73,6 +74,7 @@ def backward(
       block: after how many steps factors are multiplied out.
       pick: `pick(left[K, b, R, rows]) -> left[K, b, p, rows]`, for each weight matrix: of what the vectors asked for
         are there, what is wanted.
+      own: of the features `[K, b, A]` of each weight matrix, those that the vectors asked for are multiplied with.
 
     Returns:
       dL/dh_0 and the vectors asked for times Φ; what they are times Σ_s G_s J_s, as in `Crossing`; and the gradient
@@ -97,7 +99,7 @@ def backward(
         return (cotangents[0][:, 0], cotangents[1]), sums[1], inside
 
     thin = Thin(features)
-    few = jax.tree.map(lambda leaf: leaf[:, :watched], features)
+    few = own(jax.tree.map(lambda leaf: leaf[:, :watched], features))
     here, nothing = thin.steps(one_step, watched), thin.nothing(params, (streams, 1), (watched, count))
 
     def walk_back(carry: tuple, steps: tuple, few: PyTree) -> tuple[tuple, PyTree, Outer]:
@@ -120,7 +122,8 @@ def backward(
 
         asked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((1, watched, count, w.shape[0]), w.dtype), params)
         wanted = jax.tree.map(lambda leaf: leaf.shape[2], jax.eval_shape(pick, asked))
-        zero = jax.tree.map(lambda w, n: jnp.zeros((watched, n, *w.shape), w.dtype), params, wanted)
+        kinds = jax.tree.map(lambda w, n, a: ((watched, n, w.shape[0], a.shape[-1]), w.dtype), params, wanted, few)
+        zero = jax.tree.map(lambda kind: jnp.zeros(*kind), kinds, is_leaf=lambda kind: isinstance(kind, tuple))
         (cotangents, sums, pulled), left = _in_blocks(stretch, (begin, nothing, zero), (steps, few), length, block)
     whole = thin.with_sums(Outer(left, features), sums[0])
     left = jax.tree.map(lambda leaf: leaf[:, :, 0], whole.left)

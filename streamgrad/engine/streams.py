@@ -9,6 +9,7 @@ from streamgrad._typing import Array, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
 from streamgrad.checks import check_at_most, check_batch, check_estimator, check_fits, check_size, once_per_shape
 from streamgrad.engine.acting import bare
+from streamgrad.engine.devices import ALONE, Devices
 from streamgrad.engine.estimator import STREAMS, Engine, Result, Streams
 from streamgrad.keys import one_key_per_stream
 
@@ -43,9 +44,9 @@ def batched(est: GradientEstimator, batch_size: int, watched: int | None = None)
     check_estimator(est)
     check_size(batch_size=batch_size)
     if watched is not None:
-        _check_watched(est, batch_size, watched)
+        check_watched(est, batch_size, watched)
     memories = watched or batch_size
-    streams = est.streams if isinstance(est, Engine) else _mapped(est)
+    streams = est.streams if isinstance(est, Engine) else mapped(est, ALONE)
 
     def init(params: Params) -> EstimatorState:
         check_fits(jax.eval_shape(est.init, params), batch_size, memories)
@@ -76,7 +77,8 @@ def batched(est: GradientEstimator, batch_size: int, watched: int | None = None)
     return GradientEstimator(init, update, advance, credit)
 
 
-def _check_watched(est: GradientEstimator, batch_size: int, watched: Any) -> None:
+def check_watched(est: GradientEstimator, batch_size: int, watched: Any) -> None:
+    """The estimator can be given a memory of so many of its streams alone."""
     check_size(watched=watched)
     check_at_most("watched", watched, batch_size, "the number of streams")
     if not isinstance(est, Engine) or not est.watchable:
@@ -85,12 +87,12 @@ def _check_watched(est: GradientEstimator, batch_size: int, watched: Any) -> Non
         )
 
 
-def _mapped(est: GradientEstimator) -> Streams:
-    """The functions of an estimator from elsewhere, for a batch of streams."""
+def mapped(est: GradientEstimator, devices: Devices) -> Streams:
+    """The functions of an estimator from elsewhere, for a batch of streams, or for those of one device of several."""
     axes = STREAMS._replace(trace=0)
 
     def mean(grads: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads)
+        return devices.mean_gradient(jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads))
 
     @jax.jit
     def update(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:

@@ -10,6 +10,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_arguments, check_model, check_number
+from streamgrad.engine.devices import Devices
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, sum_over_streams
 from streamgrad.engine.flow import through
 from streamgrad.step.weights import Outer, sum_outer
@@ -120,11 +121,11 @@ def dni(
         outputs = jax.vmap(model.cell.output)(flow.states)
         return Outcome(Params(cell, flow.head), new, Info(flow.loss, told), seen=missed, outputs=outputs)
 
-    def learn(params: Params, before: EstimatorState, outcome: Outcome, chunk: Chunk) -> Predictor:
+    def learn(params: Params, before: EstimatorState, outcome: Outcome, chunk: Chunk, devices: Devices) -> Predictor:
         del params, chunk
         known = jax.vmap(lambda cell: described(ravel_pytree(cell)[0]))(before.cell)
-        step = jnp.einsum("bs,bf->sf", outcome.seen, known) / jnp.sum(known**2)
-        return Predictor(before.shared.weights - rate * step)
+        step, size = devices.mean((jnp.einsum("bs,bf->sf", outcome.seen, known), jnp.sum(known**2)))
+        return Predictor(before.shared.weights - rate * step / size)
 
     def total(summands: Params) -> Params:
         cell = sum_outer(summands.cell) if outer else sum_over_streams(summands.cell)

@@ -9,7 +9,8 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model
-from streamgrad.engine.chunkwise import chunkwise
+from streamgrad.engine.chunkwise import chunkwise, last_axis
+from streamgrad.engine.devices import ALONE, Devices
 from streamgrad.engine.estimator import Algorithm, Outcome, as_stream, estimator, restart, same_dtype
 from streamgrad.engine.unroll import unroll
 from streamgrad.estimators.rtrl import find_across, rtrl
@@ -62,14 +63,14 @@ def local_rtrl(model: Model) -> GradientEstimator:
         memory = tuple(part.init(theta).memory for part, theta in zip(parts, own(params), strict=True))
         return EstimatorState(model.init_state(params), memory, ())
 
-    def batch(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Outcome:
+    def batch(params: Params, state: EstimatorState, chunk: Chunk, keys: Any, devices: Devices) -> Outcome:
         before, after, inputs = _forward(model, params, state.cell, chunk)
         losses, head, signals = _spatial(model, params, before, after, chunk)
         grads, ends, memories = [], [], []
         for i, (part, theta) in enumerate(zip(parts, own(params), strict=True)):
             assert part.batch is not None
             one = Chunk(inputs[i], Credit(signals[i]), chunk.reset)
-            found = part.batch(theta, EstimatorState(state.cell[i], state.memory[i], ()), one, keys)
+            found = part.batch(theta, EstimatorState(state.cell[i], state.memory[i], ()), one, keys, devices)
             grads.append(jax.tree.map(lambda leaf: leaf[0], found.summands.cell))
             ends.append(found.state.cell)
             memories.append(found.state.memory)
@@ -82,10 +83,11 @@ def local_rtrl(model: Model) -> GradientEstimator:
         )
 
     def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
-        many = batch(params, as_stream(state), as_stream(chunk), as_stream(key))
+        many = batch(params, as_stream(state), as_stream(chunk), as_stream(key), ALONE)
         return jax.tree.map(lambda leaf: leaf[0], many)
 
-    return estimator(model, Algorithm(init, run, batch=batch))
+    columns = last_axis if all(part.columns for part in parts) else None
+    return estimator(model, Algorithm(init, run, batch=batch, columns=columns))
 
 
 def _whole(state: PyTree) -> Float[Array, " S"]:

@@ -82,10 +82,10 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
         del noise
         return jnp.eye(layout.state_size, dtype=real_dtype(memory))
 
-    def older(shared: PyTree, memory: OkMemory, dl_dstart: Float[Array, "b S"]) -> tuple[PyTree, PyTree]:
+    def older(memory: OkMemory, dl_dstart: Float[Array, "b S"]) -> PyTree:
         mean = dl_dstart / len(dl_dstart)
         left = jax.tree.map(lambda leaf: jnp.einsum("bs,brsn->brn", mean, leaf), memory.left)
-        return sum_outer(Outer(left, memory.right)), shared
+        return sum_outer(Outer(left, memory.right))
 
     def one(memory: OkMemory, signs: Array, back: Array, pulled: Outer) -> OkMemory:
         leaves = [jax.tree.leaves(tree) for tree in (memory.left, memory.right, pulled.left, pulled.right)]

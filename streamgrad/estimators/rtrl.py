@@ -1,5 +1,6 @@
 """Real-time recurrent learning: the exact influence, carried forward."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -9,7 +10,7 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, check_model
 from streamgrad.engine import shaped
-from streamgrad.engine.chunkwise import Across, Crossing, chunkwise
+from streamgrad.engine.chunkwise import Across, Crossing, chunkwise, last_axis
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.stepwise import online
 from streamgrad.step import cuts
@@ -85,15 +86,17 @@ def _whole(model: Model) -> Across:
         moved = jax.tree.map(lambda leaf: jnp.einsum("bst,bt...->bs...", crossing.back, leaf), memory)
         return add_pulled(moved, crossing.pulled), {}
 
-    def older(shared: PyTree, memory: PyTree, dl_dstart: Float[Array, "b S"]) -> tuple[PyTree, PyTree]:
+    def older(memory: PyTree, dl_dstart: Float[Array, "b S"]) -> PyTree:
         mean = dl_dstart / len(dl_dstart)
-        return jax.tree.map(lambda leaf: jnp.tensordot(mean, leaf, axes=2), memory), shared
+        return jax.tree.map(lambda leaf: jnp.tensordot(mean, leaf, axes=2), memory)
 
     def block(params: PyTree, length: int) -> int:
         return steps_at_once(params, state_size, length)
 
     factored = "preactivation" in model.cell.cuts  # else the reverse pass adds up, and keeps nothing of a step
-    return Across(empty_jacobian(state_size), asks, advance, older, block=block if factored else None)
+    if not factored:
+        return Across(empty_jacobian(state_size), asks, advance, older)
+    return Across(empty_jacobian(state_size), asks, advance, older, block=block, columns=last_axis)
 
 
 def _in_shape(reach: Reach) -> Across:
@@ -109,13 +112,14 @@ def _in_shape(reach: Reach) -> Across:
     def advance(shared: PyTree, memory: PyTree, noise: None, crossing: Crossing) -> tuple[PyTree, dict[str, Array]]:
         return add_pulled(shaped.move(reach, crossing.back, memory), crossing.pulled), {}
 
-    def older(shared: PyTree, memory: PyTree, dl_dstart: Float[Array, "b S"]) -> tuple[PyTree, PyTree]:
-        return shaped.contract(reach, dl_dstart / len(dl_dstart), memory), shared
+    def older(memory: PyTree, dl_dstart: Float[Array, "b S"]) -> PyTree:
+        return shaped.contract(reach, dl_dstart / len(dl_dstart), memory)
 
     def block(params: PyTree, length: int) -> int:
         return steps_at_once(params, reach.vectors, length)
 
-    return Across(init, asks, advance, older, block=block, pick=lambda asked: shaped.pick(reach, asked))
+    pick = functools.partial(shaped.pick, reach)
+    return Across(init, asks, advance, older, block=block, pick=pick, columns=last_axis)
 
 
 def _stepwise(model: Model) -> Influence:

@@ -10,6 +10,7 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Model, real_dtype
 from streamgrad.checks import check_at_most, check_size
 from streamgrad.engine.chunkwise import Across, Crossing, chunkwise
+from streamgrad.engine.devices import Devices
 from streamgrad.engine.estimator import Algorithm
 from streamgrad.noise.rescale import Rescaling, Terms
 from streamgrad.noise.settings import NoiseSettings, Shrinkage
@@ -121,14 +122,17 @@ def uoro_across(model: Model, source: Noise, rescaling: Rescaling, blocks: int, 
         memory = AcrossMemory(tangent, cotangent, square_norms_each(cotangent), remembered)
         return memory, {"gamma": past.tangent[:, None], "beta": present.tangent[:, None]}
 
-    def older(
-        shared: NoiseSettings, memory: AcrossMemory, dl_dstart: Float[Array, "b S"]
-    ) -> tuple[PyTree, NoiseSettings]:
+    def older(memory: AcrossMemory, dl_dstart: Float[Array, "b S"]) -> PyTree:
         seen = jnp.einsum("brs,bs->br", memory.tangent, dl_dstart)
-        mean = sum_scaled(memory.cotangent, seen / len(seen))
+        return sum_scaled(memory.cotangent, seen / len(seen))
+
+    def weigh(
+        shared: NoiseSettings, memory: AcrossMemory, dl_dstart: Float[Array, "b S"], mean: PyTree, devices: Devices
+    ) -> tuple[PyTree, NoiseSettings]:
         weight = shrink
         if shared.shrinkage is not None:
-            found = _look_at_spread(shared.shrinkage, memory.cotangent, seen, mean)
+            seen = jnp.einsum("brs,bs->br", memory.tangent, dl_dstart)
+            found = _look_at_spread(shared.shrinkage, memory.cotangent, seen, mean, devices)
             shared = shared._replace(shrinkage=found)
             known = found.square > 0
             weight = jnp.where(known, jnp.clip(found.signal / jnp.where(known, found.square, 1), 0, 1), 0)
@@ -137,7 +141,7 @@ def uoro_across(model: Model, source: Noise, rescaling: Rescaling, blocks: int, 
     def tangents(memory: AcrossMemory) -> Float[Array, "R S"]:
         return memory.tangent
 
-    return chunkwise(model, Across(init, asks, advance, older, tangents, draw, shared))
+    return chunkwise(model, Across(init, asks, advance, older, tangents, draw, shared, weigh=weigh))
 
 
 def _restarted(memory: AcrossMemory, reset: Array | None, first: PyTree) -> AcrossMemory:
@@ -155,14 +159,16 @@ def _restarted(memory: AcrossMemory, reset: Array | None, first: PyTree) -> Acro
     )
 
 
-def _look_at_spread(known: Shrinkage, cotangent: PyTree, seen: Float[Array, "b R"], mean: PyTree) -> Shrinkage:
+def _look_at_spread(
+    known: Shrinkage, cotangent: PyTree, seen: Float[Array, "b R"], mean: PyTree, devices: Devices
+) -> Shrinkage:
     """The running averages after another chunk, from the corrections Σ_r (dL_chunk/dh_0 · h̃_r) w̃_r of the streams."""
-    streams = len(seen)
+    own, streams = len(seen), len(seen) * devices.count
     if streams < 2:
         raise ValueError("shrink='auto' looks at the spread over streams: use it under batched, with 2 or more.")
     each = jax.vmap(lambda cotangent, seen: jax.tree.map(lambda leaf: jnp.tensordot(seen, leaf, axes=1), cotangent))
-    squares = [jnp.sum(leaf.reshape(streams, -1) ** 2) for leaf in jax.tree.leaves(each(cotangent, seen))]
-    spread = jnp.sum(jnp.stack(squares)) / streams
+    squares = [jnp.sum(leaf.reshape(own, -1) ** 2) for leaf in jax.tree.leaves(each(cotangent, seen))]
+    spread, mean = devices.mean((jnp.sum(jnp.stack(squares)) / own, mean))
     square = jnp.sum(jnp.stack([jnp.sum(leaf**2) for leaf in jax.tree.leaves(mean)]))
     new = Shrinkage(square - (spread - square) / (streams - 1), square)
     return jax.tree.map(lambda old, new: DECAY * old + (1 - DECAY) * new, known, new)

@@ -1,0 +1,140 @@
+"""Many streams on many devices: `batched` over a mesh, with one all-reduce of the gradient for each update."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from streamgrad._typing import Array, PyTree
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
+from streamgrad.checks import check_estimator, check_size, check_values
+from streamgrad.engine.acting import bare
+from streamgrad.engine.devices import Columns, Devices
+from streamgrad.engine.estimator import Engine, Result
+from streamgrad.engine.layout import Layout
+from streamgrad.engine.streams import check_watched, mapped
+from streamgrad.keys import one_key_per_stream
+from streamgrad.trees import kind_of, once_per_shape
+
+
+def sharded(
+    est: GradientEstimator,
+    batch_size: int,
+    mesh: Mesh,
+    *,
+    streams: str | None = None,
+    columns: str | None = None,
+    watched: int | None = None,
+) -> GradientEstimator:
+    """Run an estimator on many streams, spread over the devices of a mesh: `batched`, and the same numbers.
+
+    Every device goes through its own streams, with their keys and their memory. Parameters and what streams share are
+    on all of them; what travels is the gradient, in one all-reduce for each update, whatever the number of streams.
+
+    Args:
+      est: an estimator for one stream.
+      batch_size: B, the number of streams on all devices.
+      mesh: of devices, such as `jax.make_mesh((4,), ("streams",))`; of one process or of many.
+      streams: the axis of the mesh over which streams are spread; its first by default.
+      columns: an axis over which each stream's influence is spread, by columns of θ: for `rtrl` and `local_rtrl`, whose
+        memory is large. Its devices go through the same streams, and each keeps its part of M, whose advance needs no
+        traffic.
+      watched: as in `batched`; so many in all, and as many on each device.
+
+    Returns:
+      The record that `batched` returns. Its states lie on the mesh. Chunks and keys may come from anywhere; of several
+      processes each may pass its own streams alone. Works inside `jax.jit`, under meshes with axes of any type.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, streamgrad as sg
+      >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.softmax(2))
+      >>> params = model.init(jax.random.key(0))
+      >>> est = sg.sharded(sg.rtrl(model), 4, jax.make_mesh((1,), ("streams",)))
+      >>> chunk = sg.Chunk(jnp.ones((4, 5, 2)), jnp.zeros((4, 5), int))
+      >>> grads, state, info = est.update(params, est.init(params), chunk, None)
+      >>> state.cell.sharding.spec
+      PartitionSpec('streams',)
+    """
+    check_estimator(est)
+    check_size(batch_size=batch_size)
+    devices = find_devices(mesh, streams, columns)
+    if watched is not None:
+        check_watched(est, batch_size, watched)
+    memories = watched or batch_size
+    for count, what in ((batch_size, "streams"), (memories, "watched streams")):
+        if count % devices.count:
+            raise ValueError(
+                f"{count} {what} cannot be spread evenly over the {devices.count} devices of the mesh's axis "
+                f"{devices.axis!r}: take a multiple of {devices.count}."
+            )
+    if devices.columns is not None and (not isinstance(est, Engine) or est.columns is None):
+        raise ValueError(
+            "columns is for an influence with a column for each weight, rtrl and local_rtrl on a cell with "
+            "preactivations: leave it out."
+        )
+    layout = Layout(est, batch_size, memories, mesh, devices)
+    own = est.on(devices) if isinstance(est, Engine) else mapped(est, devices)
+    over, of_state = P(devices.axis), layout.specs
+
+    def over_mesh(function: Callable, arguments: Callable, results: Callable) -> Callable:
+        """Compiled for all devices; what is cut, and how, follows from the state, which comes second."""
+
+        @jax.jit
+        def compiled(*given: Any) -> Any:
+            specs = of_state(given[1])
+            run = jax.shard_map(
+                function, mesh=mesh, in_specs=arguments(specs), out_specs=results(specs), check_vma=False
+            )
+            return run(*layout.reshard(arguments(specs), given))
+
+        return lambda *given: compiled(*layout.place(arguments(of_state(given[1])), given))
+
+    def with_trace(specs: EstimatorState) -> EstimatorState:
+        return specs._replace(trace=layout.of_trace(specs._replace(trace=None)))
+
+    update_all = over_mesh(own.update, lambda s: (P(), s, over, over), lambda s: (P(), s, over))
+    advance_all = over_mesh(own.advance, lambda s: (P(), s, over, over, over), lambda s: (over, with_trace(s)))
+    credit_all = over_mesh(own.credit, lambda s: (P(), s, over), lambda s: P())
+    credit_each = over_mesh(own.credit_each, lambda s: (P(), s, over), lambda s: over)
+    check = once_per_shape(layout.check)
+
+    def checked(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Chunk, Any]:
+        check(params, bare(state), layout.of_all(chunk))
+        if isinstance(est, Engine):
+            check_values(est.model, chunk)
+        return layout.place((over, over), (chunk, one_key_per_stream(key, batch_size)))
+
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
+        return update_all(params, bare(state), *checked(params, state, chunk, key))
+
+    def advance(
+        params: Params, state: EstimatorState, inputs: PyTree, key: Any, reset: Array | None = None
+    ) -> tuple[Array, EstimatorState]:
+        chunk, keys = checked(params, state, Chunk(inputs, None, reset), key)
+        return advance_all(params, bare(state), chunk.inputs, keys, chunk.reset)
+
+    def credit(params: Params, state: EstimatorState, dl_doutput: Array, per_stream: bool = False) -> PyTree:
+        if per_stream and (memories < batch_size or devices.columns is not None):
+            raise ValueError(
+                "only streams whose whole memory is on one device have credit of their own: leave watched and "
+                "columns out of sharded."
+            )
+        return (credit_each if per_stream else credit_all)(params, state, dl_doutput)
+
+    return GradientEstimator(layout.init, update, advance, credit)
+
+
+def find_devices(mesh: Mesh, streams: str | None, columns: str | None) -> Devices:
+    """The axes of a mesh that are used, or a sentence."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be what jax.make_mesh returns, not {kind_of(mesh)}.")
+    first = mesh.axis_names[0] if streams is None and mesh.axis_names else streams
+    for name, axis in (("streams", first), ("columns", columns)):
+        if axis not in mesh.axis_names and (name, axis) != ("columns", None):
+            raise ValueError(f"{name} must be an axis of the mesh, one of {mesh.axis_names}, not {axis!r}.")
+    if first == columns:
+        raise ValueError(f"streams and columns must be two axes of the mesh, not {columns!r} for both.")
+    spread = None if columns is None else Columns(columns, mesh.shape[columns])
+    return Devices(first, mesh.shape[first], spread)
