@@ -133,7 +133,7 @@ class Layout:
         processes = len({device.process_index for device in self.mesh.devices.flat})
 
         def one(leaf: Any) -> Any:
-            own = processes > 1 and getattr(leaf, "is_fully_addressable", True) and not isinstance(leaf, Tracer)
+            own = processes > 1 and not isinstance(leaf, Tracer) and getattr(leaf, "is_fully_addressable", True)
             if not own or not np.ndim(leaf) or leaf.shape[0] * processes != self.batch_size:
                 return leaf
             return jax.ShapeDtypeStruct((self.batch_size, *leaf.shape[1:]), leaf.dtype)

@@ -1,5 +1,6 @@
 """Many streams on many devices: `batched` over a mesh, with one all-reduce of the gradient for each update."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,20 @@ from streamgrad.keys import one_key_per_stream
 from streamgrad.trees import kind_of, once_per_shape
 
 
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Sharded(GradientEstimator):
+    """An estimator over a mesh.
+
+    Attributes:
+      mesh: the devices.
+      specs: `specs(state) -> specs`, how its states are cut: a tree of `PartitionSpec`, of which one may stand for
+        several arrays.
+    """
+
+    mesh: Mesh
+    specs: Callable[[EstimatorState], EstimatorState]
+
+
 def sharded(
     est: GradientEstimator,
     batch_size: int,
@@ -27,7 +42,7 @@ def sharded(
     streams: str | None = None,
     columns: str | None = None,
     watched: int | None = None,
-) -> GradientEstimator:
+) -> Sharded:
     """Run an estimator on many streams, spread over the devices of a mesh: `batched`, and the same numbers.
 
     Every device goes through its own streams, with their keys and their memory. Parameters and what streams share are
@@ -123,7 +138,7 @@ def sharded(
             )
         return (credit_each if per_stream else credit_all)(params, state, dl_doutput)
 
-    return GradientEstimator(layout.init, update, advance, credit)
+    return Sharded(layout.init, update, advance, credit, mesh=mesh, specs=layout.specs)
 
 
 def find_devices(mesh: Mesh, streams: str | None, columns: str | None) -> Devices:

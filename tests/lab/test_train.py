@@ -81,7 +81,7 @@ def test_files_of_a_run(unbroken):
     np.testing.assert_array_equal(columns["made"], columns["update"] - 0.5)  # the mean of the row's updates
     run = load_manifest(unbroken.folder)
     assert run.kind == "training" and run.describe == {"rate": 0.05, "plan": dataclasses.asdict(PLAN)}
-    assert run.versions["jax"] == jax.__version__ and run.device.startswith("CPU") and run.device.endswith("float64")
+    assert run.versions["jax"] == jax.__version__ and "CPU" in run.device and run.device.endswith("float64")
     assert unbroken.stopped == [None, None]
     assert (unbroken.state.step == 12).all() and len(np.unique(unbroken.state.params.head["b"])) == 2
 

@@ -1,15 +1,24 @@
 """`streamgrad train`: any cell, estimator, task and optimiser."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import jax
 import tyro
+from jax.sharding import AxisType
 
 from streamgrad.adapt import carried
 from streamgrad.checks import check_size
+from streamgrad.contract import GradientEstimator
+from streamgrad.engine.sharded import sharded
 from streamgrad.engine.streams import batched
 from streamgrad.estimators.registry import REGISTRY
 from streamgrad.lab import interrupts
@@ -17,7 +26,7 @@ from streamgrad.lab.cli.options import choose, from_options, pairs, task_options
 from streamgrad.lab.manifest import FILE
 from streamgrad.lab.progress import showing
 from streamgrad.lab.tasks import TASKS
-from streamgrad.lab.training import Outcome, Plan, read_metrics, train
+from streamgrad.lab.training import Outcome, Plan, processes, read_metrics, train
 from streamgrad.lab.training.build import CELLS, make_model, make_optimizer, make_task
 from streamgrad.lab.training.checkpoint import steps
 from streamgrad.lab.training.session import CHECKPOINT
@@ -27,6 +36,9 @@ if TYPE_CHECKING:
     TaskName = str
 else:
     CellName, TaskName = Literal[CELLS], Literal[tuple(TASKS)]
+
+# Where a run is made does not define it: it goes on with any other number of devices and processes.
+LAYOUT = {"devices", "distributed", "coordinator", "processes", "process"}
 
 Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=VALUE ...]")]
 
@@ -83,6 +95,16 @@ class Options:
     """Seeds trained at once."""
     seed: int = 0
     """The first of them."""
+    devices: int | None = None
+    """Over how many devices of this machine the streams are spread; of several processes, of each one's."""
+    distributed: bool = False
+    """This is one of several processes, started by SLURM, Open MPI, Kubernetes or with JAX_COORDINATOR_ADDRESS."""
+    coordinator: str | None = None
+    """Started by hand: address and port of the first process, such as 10.0.0.1:1234."""
+    processes: int | None = None
+    """How many processes there are."""
+    process: int | None = None
+    """The number of this one, from 0."""
     resume: bool = False
     """Go on from the folder's last checkpoint; with more --updates, a run that has ended goes on too."""
     json: bool = False
@@ -91,6 +113,7 @@ class Options:
 
 def main(options: Options) -> int:
     """Train, and say what came of it; a run that has learnt nothing in any seed has failed."""
+    join(options)
     choose("--estimator", options.estimator, tuple(REGISTRY))
     row = REGISTRY[options.estimator]
     given = {
@@ -111,17 +134,57 @@ def main(options: Options) -> int:
         model = make_model(options.cell, options.hidden, options.layers, task)
         one = row.make(model, **{**row.options, **given["estimator_options"]})
         one = carried(one, episode=task.length if task.episodic else None) if options.carry else one
-        estimator = batched(one, task.batch_size)
+        estimator = spread(one, task.batch_size, options.devices)
     # Where files lie, what is printed, and what the plan says already do not define the run.
-    apart = {"folder", "data", "resume", "json", *(field.name for field in dataclasses.fields(Plan))}
+    apart = {"folder", "data", "resume", "json", *LAYOUT, *(field.name for field in dataclasses.fields(Plan))}
     described = {name: value for name, value in dataclasses.asdict(options).items() if name not in apart} | given
     interrupts.on_stop(lambda: what_is_kept(options))
-    with showing() as progress:
-        show = functools.partial(progress, "updates")
+    with showing() if processes.first() else contextlib.nullcontext() as progress:
+        show = functools.partial(progress, "updates") if progress else None
         settings = {"progress": show, "resume": options.resume, "describe": described}
-        outcome = train(options.folder, plan, model, task, estimator, optimizer, **settings)
-    print_outcome(options, outcome)
+        with naming_the_dead(options):
+            outcome = train(options.folder, plan, model, task, estimator, optimizer, **settings)
+    if processes.first():
+        print_outcome(options, outcome)
     return 1 if all(found or at is not None for found, at in zip(outcome.risen, outcome.stopped, strict=True)) else 0
+
+
+def join(options: Options) -> None:
+    """Become one of several processes, and have so many devices, before anything else is done with JAX."""
+    given = (options.coordinator, options.processes, options.process)
+    if options.devices is not None:
+        with from_options(devices="--devices"):
+            check_size(devices=options.devices)
+        with contextlib.suppress(RuntimeError):  # JAX is in use already, and has the devices that it has
+            jax.config.update("jax_num_cpu_devices", options.devices)
+    if options.distributed or any(value is not None for value in given):
+        processes.start(*given)
+
+
+def spread(one: GradientEstimator, batch_size: int, devices: int | None) -> GradientEstimator:
+    """The estimator for all streams, on so many devices of each process; None for one, or for all of several."""
+    if devices is None and not processes.several():
+        return batched(one, batch_size)
+    here = jax.local_device_count()
+    if devices is not None and devices > here:
+        raise ValueError(f"--devices is {devices}, but this machine has {here}.")
+    own = [device for k in range(jax.process_count()) for device in jax.local_devices(k)[:devices]]
+    # Auto: the compiler spreads also what comes before and after the estimator, such as the task's chunks.
+    return sharded(one, batch_size, jax.make_mesh((len(own),), ("streams",), (AxisType.Auto,), devices=own))
+
+
+@contextlib.contextmanager
+def naming_the_dead(options: Options) -> Iterator[None]:
+    """Where another process has gone, whose sums cannot be had any more: end with a sentence."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not processes.several():
+            raise
+        words = f"another process of the run has ended, or cannot be reached; {what_is_kept(options)}"
+        print(f"streamgrad train: {words}", file=sys.stderr, flush=True)
+        logging.getLogger("streamgrad").debug("%s", error)
+        os._exit(1)  # JAX would wait for the others at the end of this process
 
 
 def what_is_kept(options: Options) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 
 from streamgrad._typing import PyTree
 from streamgrad.lab import interrupts
+from streamgrad.lab.training import processes
 
 KEPT = 2
 REMEDY = "put it back as it was, or begin again in another folder"
@@ -47,13 +48,19 @@ class Checkpoints:
             ) from error
         self.folder = folder.absolute()  # orbax takes no other
         self._orbax = orbax.PyTreeCheckpointer()
+        self._whole = orbax.RestoreArgs
 
     def save(self, step: int, state: PyTree) -> None:
         """Store a state; it appears at once and whole, and older ones go after that."""
-        leaves = {name: np.asarray(leaf) for name, leaf in _by_name(state).items() if leaf.size}
+        leaves = {name: leaf for name, leaf in _by_name(state).items() if leaf.size}
         old = steps(self.folder)
+        found = _checksum(leaves)
+        if not processes.several():
+            leaves = {name: np.asarray(leaf) for name, leaf in leaves.items()}
         with _apart():
-            self._orbax.save(self.folder / str(step), leaves | {_SUM: _checksum(leaves)}, force=True)
+            self._orbax.save(self.folder / str(step), leaves | {_SUM: found}, force=True)
+        if not processes.first():
+            return
         # Those past this step are damaged: the run went on from one before them.
         earlier = [other for other in old if other < step][-(KEPT - 1) :]
         for other in {*old} - {*earlier, step}:
@@ -98,7 +105,7 @@ class Checkpoints:
         where = self.folder / str(step)
         try:
             with _apart():
-                found = {name: np.asarray(leaf) for name, leaf in self._orbax.restore(where).items()}
+                found = {name: np.asarray(leaf) for name, leaf in self._restored(where).items()}
             stored = int(found.pop(_SUM))
         except Exception as error:  # orbax and its storage have many
             raise Unreadable(f"the checkpoint {where} cannot be read ({type(error).__name__})") from error
@@ -106,18 +113,47 @@ class Checkpoints:
             raise Unreadable(f"the checkpoint {where} cannot be read (its checksum is wrong)")
         return found
 
+    def _restored(self, where: Path) -> dict[str, Any]:
+        """All of a checkpoint on the host, whoever has written it and on however many devices."""
+        found = self._orbax.metadata(where).item_metadata
+        whole = {name: self._whole(restore_type=np.ndarray) for name in (found.tree if found else ())}
+        return self._orbax.restore(where, restore_args=whole)
+
 
 def steps(folder: Path) -> list[int]:
     """Those of finished checkpoints, in order: one that is being written has a name that is no number."""
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
 
 
-def _checksum(leaves: dict[str, np.ndarray]) -> np.ndarray:
-    """Of names and bytes: the storage does not notice every damage."""
+def _checksum(leaves: dict[str, Any]) -> np.ndarray:
+    """Of names and bits: the storage does not notice every damage. It is the same however arrays are cut."""
     found = 0
     for name in sorted(leaves):
-        found = zlib.crc32(np.ascontiguousarray(leaves[name]).tobytes(), zlib.crc32(name.encode(), found))
+        found = zlib.crc32(f"{name} {int(_sum_bits(leaves[name]))}".encode(), found)
     return np.asarray(found, np.uint32)
+
+
+def _sum_bits(leaf: Any) -> Any:
+    """Σ of an array's words, each times an odd number of its own, modulo 2^32.
+
+    Of an array that no process has whole it is made on the devices, without moving it.
+    """
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.jit(_sum_on_devices)(leaf)
+    leaf = np.ascontiguousarray(leaf).reshape(-1)
+    words = leaf.view(f"u{min(leaf.dtype.itemsize, 4)}").astype(np.uint32)
+    return np.sum(words * (2 * np.arange(len(words), dtype=np.uint32) + 1), dtype=np.uint32)
+
+
+def _sum_on_devices(leaf: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
+    kind = jnp.dtype(f"u{min(leaf.dtype.itemsize, 4)}")
+    words = leaf.astype(kind) if leaf.dtype == bool else jax.lax.bitcast_convert_type(leaf, kind)
+    at = jnp.zeros(words.shape, jnp.uint32)  # counted without a change of shape, for which it would be gathered
+    for axis, size in enumerate(words.shape):
+        at = at * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+    return jnp.sum(words.astype(jnp.uint32) * (2 * at + 1), dtype=jnp.uint32)
 
 
 @contextlib.contextmanager

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from streamgrad._typing import Array, Float, Int, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_size
 from streamgrad.lab.tasks.base import Task
+from streamgrad.lab.training import processes
 
 RESERVED = ("update", "seed", "stopped", "loss", "gradient_norm")
 
@@ -150,7 +152,7 @@ def calls(
     # What is weakly typed at first and not after the first call would be a second program.
     ts = jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), ts)
     capacity = _capacity(_recorded(step, data, ts), ts.step.shape[0])
-    call = functools.partial(_call, step, capacity, data)
+    call = functools.partial(_compiled(ts), step, capacity, data)
     done = int(ts.step.reshape(-1)[0])
     if done < updates:
         jax.block_until_ready(call(ts, np.int32(0)))  # compiles, and makes no update
@@ -161,6 +163,7 @@ def calls(
             end = min(done + wanted, done - done % until + until, updates)
             if end - end % every > done:
                 end -= end % every
+            end = processes.agreed(end)  # which a clock has a say in
             begun = time.monotonic()
             ts, found = call(ts, np.int32(end - done))
             rows = {name: leaf[:, : end - done] for name, leaf in jax.device_get(found).items()}
@@ -173,7 +176,15 @@ def calls(
     return advance(ts, done)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compiled(ts: TrainState) -> Callable[..., tuple[TrainState, Row]]:
+    """`_call` for a state that lies where this one does, and stays there; rows are everywhere."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, ts)
+    if not isinstance(ts.step.sharding, NamedSharding):
+        return _call_on_one
+    rows = NamedSharding(ts.step.sharding.mesh, PartitionSpec())
+    return jax.jit(_call, static_argnums=(0, 1), out_shardings=(shardings, rows))
+
+
 def _call(step: StepFn, capacity: int, data: PyTree, ts: TrainState, count: Array) -> tuple[TrainState, Row]:
     """Make `count` updates of every seed, and keep their rows in a buffer of `capacity`."""
     recorded = _recorded(step, data, ts)
@@ -188,6 +199,9 @@ def _call(step: StepFn, capacity: int, data: PyTree, ts: TrainState, count: Arra
         return jax.lax.fori_loop(0, count, update, (ts, rows))
 
     return jax.vmap(one_seed)(ts)
+
+
+_call_on_one = jax.jit(_call, static_argnums=(0, 1))
 
 
 def run(

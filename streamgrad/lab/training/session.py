@@ -1,5 +1,6 @@
 """A whole training run: several seeds at once, with its files, its checkpoints, and its end."""
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -20,7 +21,7 @@ from streamgrad.lab.files import check_room
 from streamgrad.lab.manifest import Manifest, check_same, new_manifest, resumed, save_manifest
 from streamgrad.lab.progress import COMPILING, Show
 from streamgrad.lab.tasks.base import Task
-from streamgrad.lab.training import metrics
+from streamgrad.lab.training import metrics, processes
 from streamgrad.lab.training.checkpoint import KEPT, REMEDY, Checkpoints
 from streamgrad.lab.training.loop import Averages, Rows, Summary, TrainState, begin, calls, no_summary, training_step
 
@@ -136,6 +137,7 @@ def train(
     """
     folder = Path(folder)
     template = _template(plan, model, task, estimator, optimizer)
+    shardings = processes.shardings_of(estimator, template)
     check_room(folder, _size(plan, template))
     manifest = new_manifest("training", {**(describe or {}), "plan": dataclasses.asdict(plan)})
     begun = resumed(folder, manifest, resume, also=(metrics.CSV, CHECKPOINT))
@@ -146,13 +148,16 @@ def train(
     checkpoints = Checkpoints(folder / CHECKPOINT) if plan.checkpoints else None
     saved = checkpoints.newest() if checkpoints else None
     if checkpoints and saved is not None:
-        done, ts = saved[0], checkpoints.fit(*saved, template)
+        done, ts = saved[0], processes.place(checkpoints.fit(*saved, template), shardings)
     elif begun is not None and metrics.has_rows(folder):
         raise ValueError(f"{folder} has rows of a run, but its checkpoint {folder / CHECKPOINT} is gone: {REMEDY}.")
     else:
-        done, ts = 0, _begin(plan, model, task, estimator, optimizer)
-    metrics.cut(folder, _rows_until(plan, done, np.asarray(ts.stopped)))
-    save_manifest(folder, manifest)
+        done, ts = 0, _begin(plan, shardings, model, task, estimator, optimizer)
+    processes.together("begin")  # all have looked into the folder
+    if processes.first():
+        metrics.cut(folder, _rows_until(plan, done, np.asarray(ts.stopped)))
+        save_manifest(folder, manifest)
+    processes.together("written")
     if checkpoints and saved is None:  # before the first row: rows without a checkpoint mean that it was lost
         checkpoints.save(0, ts)
     if done < plan.updates and np.any(np.asarray(ts.stopped) < 0):
@@ -161,8 +166,10 @@ def train(
         until = plan.checkpoint_every or plan.updates
         step = training_step(task, estimator, optimizer, summarise)
         made = calls(step, task.data, ts, plan.updates, until, plan.every, CALL_SECONDS)
-        with metrics.Writer(folder, range(plan.seed, plan.seed + plan.seeds)) as writer:
+        seeds = range(plan.seed, plan.seed + plan.seeds)
+        with metrics.Writer(folder, seeds) if processes.first() else contextlib.nullcontext() as writer:
             ts = _go_on(plan, done, ts, made, writer, checkpoints, progress)
+    processes.together("end")
     return _end(plan, ts, folder)
 
 
@@ -171,7 +178,7 @@ def _go_on(
     done: int,
     ts: TrainState,
     made: Iterator[tuple[TrainState, Rows]],
-    writer: metrics.Writer,
+    writer: metrics.Writer | None,
     checkpoints: Checkpoints | None,
     progress: Show | None,
 ) -> TrainState:
@@ -192,11 +199,12 @@ def _go_on(
                 ts, found = next(made)
                 rows, done = averages.add(found), int(found["update"][0, -1])
                 whole = rows["update"].shape[1] > 0
-                if whole:
+                if whole and writer is not None:
                     writer.write(rows)
                 if done % plan.every == 0:
                     written = (done, ts)
-                if time.monotonic() >= due if plan.checkpoint_every is None else done % plan.checkpoint_every == 0:
+                late = time.monotonic() >= due
+                if processes.agreed(late) if plan.checkpoint_every is None else done % plan.checkpoint_every == 0:
                     save()
                 stopped = found["stopped"][:, -1]
                 for index in np.flatnonzero((stopped >= 0) & (known < 0)):
@@ -206,8 +214,9 @@ def _go_on(
             if progress:
                 progress(done, plan.updates, words)
     except KeyboardInterrupt:
-        with interrupts.hold():
-            save()
+        if not processes.several():  # of several this one alone may have been stopped
+            with interrupts.hold():
+                save()
         raise
     save()
     return written[1]
@@ -262,8 +271,10 @@ def _begin_all(model: Model, task: Task, estimator: Any, optimizer: Any) -> Call
     return jax.vmap(lambda seed: begin(model, task, estimator, optimizer, jax.random.key(seed)))
 
 
-def _begin(plan: Plan, *parts: Any) -> TrainState:
+def _begin(plan: Plan, shardings: PyTree | None, *parts: Any) -> TrainState:
     """By way of the host, as a restored state comes: no weak type may make the two trace differently."""
+    if shardings is not None:  # each device makes its own part
+        return jax.jit(_begin_all(*parts), out_shardings=shardings)(_seeds(plan))
     return jax.tree.map(jnp.asarray, jax.device_get(jax.jit(_begin_all(*parts))(_seeds(plan))))
 
 

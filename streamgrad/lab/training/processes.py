@@ -1,0 +1,106 @@
+"""One training run in several processes: what each of them must know to do the same at the same time.
+
+All processes run the same program. The first writes metrics and `run.json`; checkpoints are written by all, each its
+own part. Whatever depends on a clock is decided by the first. They see one and the same folder.
+"""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from streamgrad._typing import PyTree
+from streamgrad.engine.sharded import Sharded
+
+HEARTBEAT = 10  # seconds after which a process that says nothing is taken for dead
+
+
+def start(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
+    """Make this process one of several, before JAX is used.
+
+    Args:
+      coordinator: address and port of the first process. Where None, this and the rest are found out by JAX: from
+        JAX_COORDINATOR_ADDRESS and its like, from SLURM, Open MPI or Kubernetes.
+      processes: how many there are.
+      process: the number of this one.
+    """
+    coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    processes = _or_from_environment(processes, "JAX_NUM_PROCESSES")
+    process = _or_from_environment(process, "JAX_PROCESS_ID")
+    try:
+        jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"the processes of the run could not be joined ({str(error).splitlines()[0].rstrip('.')}): give "
+            "--coordinator, --processes and --process, or start them under SLURM, Open MPI or Kubernetes."
+        ) from error
+
+
+def _or_from_environment(given: int | None, name: str) -> int | None:
+    found = os.environ.get(name)
+    if given is not None or found is None:
+        return given
+    if not found.isdigit():
+        raise ValueError(f"{name} must be a whole number, not {found!r}.")
+    return int(found)
+
+
+def several() -> bool:
+    """Whether this process is one of several."""
+    return jax.process_count() > 1
+
+
+def first() -> bool:
+    """Whether this process writes what is written once."""
+    return jax.process_index() == 0
+
+
+def agreed(value: int) -> int:
+    """The first process's value, on all of them."""
+    if not several():
+        return value
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def together(where: str) -> None:
+    """Wait for all processes."""
+    if several():
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(where)
+
+
+def shardings_of(estimator: Any, template: Any) -> PyTree | None:
+    """Where each array of a training state lies, which has a leading axis for seeds; None on one device.
+
+    All of it is on every device but the estimator's state, whose streams are spread.
+    """
+    if not isinstance(estimator, Sharded):
+        return None
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), template.estimator)
+    specs = estimator.specs(one)
+
+    def each(spec: P, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: NamedSharding(estimator.mesh, P(None, *spec)), tree)
+
+    spread = jax.tree.map(each, specs, one, is_leaf=lambda spec: isinstance(spec, P))
+    everywhere = jax.tree.map(lambda _: NamedSharding(estimator.mesh, P()), template)
+    return everywhere._replace(estimator=spread)
+
+
+def place(tree: PyTree, shardings: PyTree | None) -> PyTree:
+    """Arrays of the host, whole on every process, where they belong."""
+    if shardings is None:
+        return jax.tree.map(jnp.asarray, tree)
+
+    def one(leaf: Any, sharding: NamedSharding) -> jax.Array:
+        leaf = np.asarray(leaf)
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+    return jax.tree.map(one, tree, shardings)

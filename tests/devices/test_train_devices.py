@@ -1,0 +1,106 @@
+"""`streamgrad train` on several devices and in several processes: the run of one device, whatever happens."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streamgrad.lab.training import read_metrics
+from streamgrad.lab.training.checkpoint import steps
+from tests.flags import FLAGS
+from tests.tools import ROOT
+
+LATER = 30  # seconds within which a run ends whose other process is gone
+TASK = ("--task", "queue", "--cell", "vanilla", "--hidden", "4", "--batch-size", "4")
+OPTIONS = (*TASK, "--estimator", "rtrl", "--every", "10", "--seeds", "2")
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen:
+    """`streamgrad train` as a process of its own, with the test's quick compiler."""
+    command = [sys.executable, "-m", "streamgrad_command", "train", str(folder), *OPTIONS, *options]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, "JAX_NUM_CPU_DEVICES": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def start_two(folder: Path, *options: str) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    joined = ("--coordinator", address, "--processes", "2", "--process")
+    return [start(folder, *options, *joined, str(rank)) for rank in (0, 1)]
+
+
+def finish(*processes: subprocess.Popen) -> None:
+    for process in processes:
+        printed = process.communicate(timeout=200)
+        assert process.returncode == 0, printed
+
+
+def same(folder: Path, other: Path) -> bool:
+    """Whether two runs have the same rows, to the rounding of float32."""
+    found, expected = read_metrics(folder), read_metrics(other)
+    return all(np.allclose(found[name], expected[name], rtol=1e-3, atol=1e-5) for name in expected)
+
+
+def test_two_devices_and_on_with_one(tmp_path):
+    alone, spread = tmp_path / "alone", tmp_path / "spread"
+    finish(start(alone, "--updates", "40"))
+    finish(start(spread, "--updates", "20", "--devices", "2"))
+    finish(start(spread, "--updates", "40", "--resume"))
+    assert same(spread, alone)
+
+
+@pytest.mark.slow
+def test_two_processes_and_on_with_any_number(tmp_path):
+    alone, spread = tmp_path / "alone", tmp_path / "spread"
+    finish(start(alone, "--updates", "120"))
+    finish(*start_two(spread, "--updates", "40", "--devices", "2"))
+    finish(start(spread, "--updates", "80", "--resume", "--devices", "4"))
+    finish(*start_two(spread, "--updates", "120", "--resume"))
+    assert same(spread, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_process_that_is_killed_ends_the_run_which_goes_on(tmp_path, dead):
+    alone, broken = tmp_path / "alone", tmp_path / "broken"
+    options = ("--updates", "3000", "--checkpoint-every", "100")
+    finish(start(alone, *options))
+    both = start_two(broken, *options)
+    while not (steps(broken / "checkpoint") or [0])[-1]:
+        assert both[0].poll() is None, both[0].communicate()
+        time.sleep(0.05)
+    time.sleep(random.uniform(0, 2))
+    begun = time.monotonic()
+    both[dead].send_signal(signal.SIGKILL)
+    _, words = both[1 - dead].communicate(timeout=LATER)
+    both[dead].communicate()
+    assert time.monotonic() - begun < LATER
+    assert both[1 - dead].returncode not in (0, -signal.SIGKILL)
+    assert "another process of the run has ended" in words and "--resume goes on from update" in words
+    assert steps(broken / "checkpoint")[-1] < 3000
+    finish(*start_two(broken, *options, "--resume"))
+    assert same(broken, alone)
+
+
+def test_errors_are_one_sentence(tmp_path):
+    for options, words in (
+        (("--devices", "3"), "4 streams cannot be spread evenly over the 3 devices"),
+        (("--devices", "0"), "--devices must be a whole number of at least 1"),
+        (("--processes", "two"), "two"),
+        (("--process", "0"), "could not be joined"),
+    ):
+        process = start(tmp_path / "none", "--updates", "10", *options)
+        _, found = process.communicate(timeout=60)
+        assert process.returncode in (1, 2) and words in found and "Traceback" not in found
+    assert not (tmp_path / "none").exists()
