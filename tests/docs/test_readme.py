@@ -16,7 +16,7 @@ from tests.cells.libraries import library
 from tests.tools import ROOT, code_blocks, error, make_chunk, make_model, make_params, run
 
 README = ROOT / "README.md"
-NAMES = ("chunks", "choosing", "variance", "carried", "acting", "reinforce")
+NAMES = ("chunks", "choosing", "variance", "carried", "acting", "reinforce", "scale")
 PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
 MARKS = ("<!-- estimators -->\n", "<!-- /estimators -->")
 

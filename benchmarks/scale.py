@@ -1,0 +1,201 @@
+"""What several devices cost: an update with as many streams on each, and the all-reduce of a gradient.
+
+    python -m benchmarks.scale                     # on the devices there are; CPU cores count as devices of one thread
+    python -m benchmarks.scale --processes 2       # the all-reduce also between two processes, on the loopback address
+
+Weak scaling: `rtrl`, `uoro` and `bptt` of an LSTM with the same streams on each of 1, 2, … devices, in turns inside one
+run, medians of repeats. All-reduce: vectors of 10^3 to 10^7 float32, from which a latency and a bandwidth are fitted,
+
+    all-reduce(P) = latency log2 D + 2 (1 - 1/D) 4 P / bandwidth
+
+and with them the model of docs/scale.md for more devices than there are. `--latency` (s) and `--bandwidth` (bytes/s)
+put in those of another network. Writes `scale.csv`, `scale_allreduce*.csv` and `scale_predicted.csv`.
+"""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import streamgrad as sg
+from streamgrad.lab.tables import write_rows
+
+RESULTS = Path(__file__).parent / "results"
+ESTIMATORS = ("bptt", "rtrl", "uoro")
+Rows = list[dict[str, Any]]
+SIZES = (10**3, 10**4, 10**5, 10**6, 10**7)
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+
+
+def model_of(hidden: int) -> sg.Model:
+    """The network that is timed."""
+    return sg.Model(sg.cells.lstm(32, hidden), sg.heads.softmax(10))
+
+
+def mesh_of(devices: int) -> Mesh:
+    """A mesh of the first so many devices."""
+    return jax.make_mesh((devices,), ("streams",), (AxisType.Auto,), devices=jax.devices()[:devices])
+
+
+def in_turns(calls: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
+    """The median time of each, in seconds; all of them once in each repeat, so that a noisy minute hits all."""
+    for call in calls.values():
+        jax.block_until_ready(call())
+    times: dict[Any, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            begun = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name].append(time.perf_counter() - begun)
+    return {name: float(np.median(found)) for name, found in times.items()}
+
+
+def update_of(make: Callable, model: sg.Model, mesh: Mesh, streams: int, steps: int) -> Callable[[], Any]:
+    """One update of so many streams on each device, from a running state."""
+    params = jax.device_put(model.init(jax.random.key(0)), NamedSharding(mesh, P()))
+    count = streams * mesh.size
+    est = sg.sharded(make(model), count, mesh)
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(count, steps, 32)).astype(np.float32)
+    targets = rng.integers(0, 10, size=(count, steps))
+    chunk = jax.device_put(sg.Chunk(inputs, targets), NamedSharding(mesh, P("streams")))
+    keys = jax.device_put(jax.random.split(jax.random.key(1), count), NamedSharding(mesh, P("streams")))
+    state = est.update(params, est.init(params), chunk, keys)[1]
+    return lambda: est.update(params, state, chunk, keys)
+
+
+def weak_scaling(hidden: int, streams: int, steps: int, repeats: int) -> Rows:
+    """Rows of time against devices, with the same streams on each."""
+    model = model_of(hidden)
+    counts = [n for n in (1, 2, 4, 8) if n <= len(jax.devices())]
+    rows = []
+    for name in ESTIMATORS:
+        calls = {n: update_of(getattr(sg, name), model, mesh_of(n), streams, steps) for n in counts}
+        times = in_turns(calls, repeats)
+        for n in counts:
+            row = {"estimator": name, "devices": n, "streams": n * streams, "ms": 1e3 * times[n]}
+            rows.append(row | {"kept": times[1] / times[n]})
+            kept = times[1] / times[n]
+            print(f"{name:5s} {n} devices, {n * streams:3d} streams: {row['ms']:8.2f} ms, kept {kept:.2f}")
+    return rows
+
+
+def all_reduces(repeats: int) -> Rows:
+    """Rows of the time of an all-reduce over all devices there are, of this process or of all."""
+    mesh = mesh_of(len(jax.devices()))
+    reduce = jax.jit(
+        jax.shard_map(lambda x: jax.lax.psum(x, "streams"), mesh=mesh, in_specs=P("streams"), out_specs=P("streams"))
+    )
+    over = NamedSharding(mesh, P("streams"))
+    calls = {}
+    for size in SIZES:
+        own = np.ones((mesh.size // jax.process_count(), size), np.float32)
+        whole = jax.make_array_from_process_local_data(over, own, (mesh.size, size))
+        calls[size] = lambda whole=whole: reduce(whole)
+    times = in_turns(calls, repeats)
+    where = f"{jax.process_count()} processes" if jax.process_count() > 1 else "one process"
+    return [{"where": where, "devices": mesh.size, "numbers": n, "ms": 1e3 * t} for n, t in times.items()]
+
+
+def fit(rows: Rows) -> tuple[float, float]:
+    """Latency in seconds and bandwidth in bytes per second, by least relative squares."""
+    times = np.array([row["ms"] * 1e-3 for row in rows])
+    devices = rows[0]["devices"]
+    sent = np.array([2 * (1 - 1 / devices) * 4 * row["numbers"] for row in rows])
+    factors = np.stack([np.full_like(sent, np.log2(devices)), sent], axis=1) / times[:, None]
+    latency, slope = np.linalg.lstsq(factors, np.ones(len(times)), rcond=None)[0]
+    return float(latency), float(1 / slope)
+
+
+def main() -> None:
+    """Read the command line, measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--streams", type=int, default=8, help="on each device")
+    parser.add_argument("--steps", type=int, default=16, help="of a chunk")
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--latency", type=float, help="seconds of one hop, in place of what is measured")
+    parser.add_argument("--bandwidth", type=float, help="bytes per second, likewise")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--join", help=argparse.SUPPRESS)  # coordinator,number,rank: one of several processes
+    options = parser.parse_args()
+    if options.join:
+        address, number, rank = options.join.split(",")
+        jax.config.update("jax_num_cpu_devices", 1)
+        jax.distributed.initialize(address, int(number), int(rank))
+        found = all_reduces(options.repeats)
+        if rank == "0":
+            write_rows(options.out / "scale_allreduce_processes.csv", found)
+        jax.distributed.shutdown()
+        return
+    jax.config.update("jax_num_cpu_devices", os.cpu_count())
+    times = weak_scaling(options.hidden, options.streams, options.steps, options.repeats)
+    write_rows(options.out / "scale.csv", times)
+    found = all_reduces(options.repeats) if len(jax.devices()) > 1 else []
+    write_rows(options.out / "scale_allreduce.csv", found)
+    groups = [found] if found else []
+    if options.processes > 1:
+        groups.append(between_processes(options))
+    for rows in groups:
+        for row in rows:
+            what = f"{row['numbers']:8.0f} float32, {row['devices']:.0f} devices, {row['where']}"
+            print(f"all-reduce of {what}: {row['ms']:.3f} ms")
+        latency, bandwidth = fit(rows)
+        print(f"  latency {1e6 * latency:.0f} µs, {bandwidth / 1e9:.2f} GB/s")
+    if groups:
+        write_rows(options.out / "scale_predicted.csv", predictions(times, groups[-1], options))
+
+
+def predictions(times: Rows, reduced: Rows, options: argparse.Namespace) -> Rows:
+    """What the model says of more devices, with the constants that were measured, or those of the command line."""
+    latency, bandwidth = fit(reduced)
+    latency, bandwidth = options.latency or latency, options.bandwidth or bandwidth
+    params = jax.eval_shape(model_of(options.hidden).init, jax.random.key(0))
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(params))
+    rows = []
+    for name in ESTIMATORS:
+        compute = next(row["ms"] for row in times if (row["estimator"], row["devices"]) == (name, 1))
+        for devices in (1, 8, 64, 1024):
+            ms = compute + 1e3 * all_reduce_model(numbers, devices, latency, bandwidth)
+            rows.append({"estimator": name, "devices": devices, "ms": ms, "kept": compute / ms})
+            print(f"predicted {name:5s} {devices:4d} devices: {ms:8.2f} ms, kept {compute / ms:.2f}")
+    return rows
+
+
+def all_reduce_model(numbers: int, devices: int, latency: float, bandwidth: float) -> float:
+    """Seconds of an all-reduce of float32 by halving and doubling: log2 D hops, and twice the vector on each wire."""
+    return latency * np.log2(devices) + 2 * (1 - 1 / devices) * 4 * numbers / bandwidth
+
+
+def between_processes(options: argparse.Namespace) -> Rows:
+    """`all_reduces` in processes of one device each, on this machine."""
+    from streamgrad.lab.tables import read_rows
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "benchmarks.scale", "--repeats", str(options.repeats), "--out", str(options.out)]
+    started = [
+        subprocess.Popen([*command, "--join", f"{address},{options.processes},{rank}"], stdout=subprocess.DEVNULL)
+        for rank in range(options.processes)
+    ]
+    if any(process.wait() for process in started):
+        raise SystemExit("benchmarks.scale: one of the processes has failed.")
+    rows = read_rows(options.out / "scale_allreduce_processes.csv")
+    return [row | {name: float(row[name]) for name in ("devices", "numbers", "ms")} for row in rows]
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_FLAGS", ONE_THREAD)  # each core is a device: it must not borrow the other's
+    main()
