@@ -21,7 +21,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, Info, Model, Params, real_dtype
-from streamgrad.engine.devices import ALONE, Devices
+from streamgrad.engine.devices import ALONE, Columns, Devices, Spread
 from streamgrad.engine.estimator import Algorithm, Outcome, as_stream
 from streamgrad.engine.passes import backward, forward, read_out
 from streamgrad.step.linear import linear
@@ -63,7 +63,9 @@ class Across(NamedTuple):
       pick: as in `streamgrad.engine.passes.backward`; by default all there is. Only for cells with preactivations.
       weigh: `weigh(shared, memory, dl_dstart, older, devices) -> (older, shared)`, where the older credit is not taken
         as it is, and what streams share afterwards.
-      columns: as in `Algorithm`, for an influence whose arrays end in the features of the weights.
+      spread: `spread(columns) -> Across`, the same influence where each device keeps some columns of θ; its `init`
+        makes what all of them keep, in shapes that can be cut evenly. None where it cannot be spread.
+      axes: as in `Spread`.
       own: of the features of steps, those whose columns of θ are this device's.
     """
 
@@ -77,7 +79,8 @@ class Across(NamedTuple):
     block: Callable[[PyTree, int], int] | None = None
     pick: Callable[[PyTree], PyTree] = lambda asked: asked
     weigh: Callable[[PyTree, PyTree, PyTree, PyTree, Devices], tuple[PyTree, PyTree]] | None = None
-    columns: Callable[[PyTree], PyTree] | None = None
+    spread: Callable[[Columns], "Across"] | None = None
+    axes: Callable[[PyTree], PyTree] = lambda memory: last_axis(memory)
     own: Callable[[PyTree], PyTree] = lambda features: features
 
 
@@ -121,9 +124,15 @@ def chunkwise(
       The algorithm. Its `batch` watches as many streams as `state.memory` has.
     """
 
-    def init(params: Params) -> EstimatorState:
+    def init(params: Params, across: Across = across) -> EstimatorState:
         state = model.init_state(params)
         return EstimatorState(state, across.init(params.cell, state), across.shared(params.cell))
+
+    def on(columns: Columns | None) -> Across:
+        return across if columns is None or across.spread is None else across.spread(columns)
+
+    def spread(columns: Columns) -> Spread:
+        return Spread(functools.partial(init, across=on(columns)), across.axes)
 
     def batch(params: Params, state: EstimatorState, chunk: Chunk, keys: Any, devices: Devices) -> Outcome:
         """All streams; what was summed over them keeps a leading axis of one."""
@@ -138,19 +147,19 @@ def chunkwise(
         by_time = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), chunk)
 
         block = across.block(params.cell, length) if across.block else length
-        here = across._replace(own=own_columns(devices))
+        here = on(devices.columns)
         found = (walk_through or walk)(model, params, here, start, state.memory, noise, by_time, block)
         cell, shared = found.inside, state.shared
-        if across.older is not None:
+        if here.older is not None:
             few = jax.tree.map(lambda leaf: leaf[:watched], found.dl_dstart)
-            older = whole_columns(devices, across.older(state.memory, few), params.cell)
+            older = whole_columns(devices, here.older(state.memory, few), params.cell)
             if across.weigh is not None:
                 older, shared = across.weigh(shared, state.memory, few, older, devices)
             # The mean over the watched streams stands for all: streams are exchangeable.
             cell = jax.tree.map(lambda inside, older: inside + streams * older, cell, older)
         # Once the older credit is read, the memory may be written over; else the compiler keeps a copy of all of it.
         cell, before = jax.lax.optimization_barrier((cell, state.memory))
-        memory, diagnostics = across.advance(shared, before, noise, found.crossing)
+        memory, diagnostics = here.advance(shared, before, noise, found.crossing)
         outputs = jax.vmap(jax.vmap(lambda vector: model.cell.output(unravel(vector))), in_axes=1)(found.states)
         return Outcome(
             as_stream(Params(cell, found.head)),
@@ -166,15 +175,23 @@ def chunkwise(
         one = jax.tree.map(lambda leaf: leaf[0], many)
         return one._replace(state=one.state._replace(shared=shared))
 
-    return Algorithm(init, run, check=check, batch=batch, columns=across.columns)
+    return Algorithm(init, run, check=check, batch=batch, columns=spread if across.spread else None)
 
 
-def own_columns(devices: Devices) -> Callable[[PyTree], PyTree]:
-    """Of features, those whose weights' influence this device keeps; a bias, which has but one, is every device's."""
-    columns = devices.columns
-    if columns is None:
-        return lambda features: features
-    return functools.partial(jax.tree.map, lambda a: columns.own(a, a.ndim - 1) if a.shape[-1] > 1 else a)
+def by_features(across: Across) -> Callable[[Columns], Across]:
+    """`Across.spread` of an influence whose arrays have the features of the weights as their last axis.
+
+    A bias, which has but one feature, is kept by every device.
+    """
+
+    def cut(by: Callable[[Array, int], Array]) -> Callable[[PyTree], PyTree]:
+        return functools.partial(jax.tree.map, lambda a: by(a, a.ndim - 1) if a.shape[-1] > 1 else a)
+
+    def spread(columns: Columns) -> Across:
+        filled = cut(columns.filled)
+        return across._replace(init=lambda params, state: filled(across.init(params, state)), own=cut(columns.own))
+
+    return spread
 
 
 def whole_columns(devices: Devices, older: PyTree, params: PyTree) -> PyTree:
@@ -182,11 +199,16 @@ def whole_columns(devices: Devices, older: PyTree, params: PyTree) -> PyTree:
     columns = devices.columns
     if columns is None:
         return older
-    return jax.tree.map(lambda g, w: columns.among_zeros(g, 1, w.shape[1]) if w.shape[1] > 1 else g, older, params)
+
+    def whole(part: Array, w: Array) -> Array:
+        cut = [axis for axis in range(w.ndim) if part.shape[axis] != w.shape[axis]]
+        return columns.among_zeros(part, cut[0], w.shape[cut[0]]) if cut else part
+
+    return jax.tree.map(whole, older, params)
 
 
 def last_axis(memory: PyTree) -> PyTree:
-    """`Across.columns` of an influence whose arrays have the features of the weights as their last axis."""
+    """`Across.axes` of an influence whose arrays have the features of the weights as their last axis."""
     return jax.tree.map(lambda leaf: leaf.ndim - 1 if leaf.shape[-1] > 1 else -1, memory)
 
 

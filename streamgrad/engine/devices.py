@@ -5,7 +5,8 @@ the gradient, and in what streams share and learn.
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +39,15 @@ class Columns:
 
     def own(self, array: Array, axis: int) -> Array:
         """This device's part of what all of them have; filled up with zeros where it does not divide evenly."""
-        size = -(-array.shape[axis] // self.count)
+        whole = self.filled(array, axis)
+        size = whole.shape[axis] // self.count
+        return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(self.axis) * size, size, axis)
+
+    def filled(self, array: Array, axis: int) -> Array:
+        """An array that can be cut evenly."""
         widths = [(0, 0)] * array.ndim
-        widths[axis] = (0, size * self.count - array.shape[axis])
-        at = jax.lax.axis_index(self.axis) * size
-        return jax.lax.dynamic_slice_in_dim(jnp.pad(array, widths), at, size, axis)
+        widths[axis] = (0, -array.shape[axis] % self.count)
+        return jnp.pad(array, widths)
 
     def among_zeros(self, part: Array, axis: int, size: int) -> Array:
         """A whole array with this device's part in its place, times the number of devices: their mean is the whole."""
@@ -51,6 +56,19 @@ class Columns:
         at = jax.lax.axis_index(self.axis) * part.shape[axis]
         whole = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(shape, part.dtype), self.count * part, at, axis)
         return jax.lax.slice_in_dim(whole, 0, size, axis=axis)
+
+
+class Spread(NamedTuple):
+    """A state whose memory is kept by columns of θ.
+
+    Attributes:
+      init: `init(params) -> state` of one stream, whole, in shapes that can be cut evenly.
+      axes: `axes(memory) -> axes`, for each array of one stream: which of its axes is cut, or -1 for one that every
+        device has whole.
+    """
+
+    init: Callable[..., Any]
+    axes: Callable[[PyTree], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)

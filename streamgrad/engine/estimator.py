@@ -13,7 +13,7 @@ from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Mode
 from streamgrad.checks import check_fits, check_values
 from streamgrad.engine.acting import advancing, bare, crediting
 from streamgrad.engine.checking import Checks, checks_of, no_checks
-from streamgrad.engine.devices import ALONE, Devices
+from streamgrad.engine.devices import ALONE, Columns, Devices, Spread
 from streamgrad.engine.outside import from_outside
 from streamgrad.engine.reverse_only import naming_reverse_only
 from streamgrad.noise.groups import Groups
@@ -89,9 +89,8 @@ class Algorithm(NamedTuple):
         are known. What `learn` does is no matter: it is not called then.
       batch: `batch(params, state, chunk, keys, devices)`, `run` for all streams at once, one key each, where that is
         more than mapping `run` over them. What it has summed over streams already has a leading axis of one.
-      columns: whether `batch` can keep `memory` by columns of θ on the devices of a mesh axis, and then
-        `columns(memory) -> axes`, for each of its arrays without the axis of streams: which of its axes is cut, or -1
-        for one that every device has whole.
+      columns: `columns(columns) -> Spread`, where `batch` can keep `memory` by columns of θ on the devices of a mesh
+        axis; else None.
     """
 
     init: Callable[[Params], EstimatorState]
@@ -101,7 +100,7 @@ class Algorithm(NamedTuple):
     learn: Callable[[Params, EstimatorState, Outcome, Chunk, Devices], PyTree] | None = None
     uses_loss: bool = False
     batch: Callable[[Params, EstimatorState, Chunk, Any, Devices], Outcome] | None = None
-    columns: Callable[[PyTree], PyTree] | None = None
+    columns: Callable[[Columns], Spread] | None = None
 
 
 class Noisy(NamedTuple):
@@ -153,7 +152,7 @@ class Engine(GradientEstimator):
     on: Callable[[Devices], Streams]
     noisy: Noisy | None = None
     watchable: bool = False
-    columns: Callable[[PyTree], PyTree] | None = None
+    columns: Callable[[Columns], Spread] | None = None
 
 
 def over_streams(

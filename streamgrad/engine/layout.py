@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from streamgrad._typing import Array, PyTree
+from streamgrad._typing import PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
 from streamgrad.checks import check_batch, check_fits
 from streamgrad.engine.acting import Trace
@@ -35,7 +35,7 @@ class Layout:
 
     def _repeated(self, params: Params) -> EstimatorState:
         """The state at the beginning of all streams."""
-        one = self.est.init(params)
+        one = self._one(params)
 
         def repeat(tree: PyTree, count: int) -> PyTree:
             return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], count, axis=0), tree)
@@ -45,7 +45,7 @@ class Layout:
                 return leaf
             return jax.tree.map(lambda part: jnp.concatenate([part] * self.devices.count), leaf)
 
-        memory = jax.tree.map(self._filled, repeat(one.memory, self.memories), self._axes(one.memory))
+        memory = repeat(one.memory, self.memories)
         shared = jax.tree.map(each, one.shared, is_leaf=lambda leaf: isinstance(leaf, PerDevice))
         return EstimatorState(repeat(one.cell, self.batch_size), memory, shared)
 
@@ -65,15 +65,14 @@ class Layout:
         if self.devices.columns is None:
             return jax.tree.map(lambda leaf: -1, memory)
         assert isinstance(self.est, Engine) and self.est.columns is not None
-        return self.est.columns(memory)
+        return self.est.columns(self.devices.columns).axes(memory)
 
-    def _filled(self, leaf: Array, axis: int) -> Array:
-        """An array of all streams' memory, with as many columns as can be cut evenly."""
-        if axis < 0 or self.devices.columns is None:
-            return leaf
-        widths = [(0, 0)] * leaf.ndim
-        widths[axis + 1] = (0, -leaf.shape[axis + 1] % self.devices.columns.count)
-        return jnp.pad(leaf, widths)
+    def _one(self, params: Params) -> EstimatorState:
+        """The state at the beginning of one stream."""
+        if self.devices.columns is None:
+            return self.est.init(params)
+        assert isinstance(self.est, Engine) and self.est.columns is not None
+        return self.est.columns(self.devices.columns).init(params)
 
     def specs(self, state: EstimatorState) -> EstimatorState:
         """How the arrays of a state are cut."""

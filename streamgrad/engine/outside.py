@@ -76,6 +76,10 @@ def from_outside(model: Model, engine: Any) -> Any:
 
         return credit
 
+    def spread(columns: Any) -> Any:
+        inner = engine.columns(columns)
+        return inner._replace(init=lambda params: inner.init(enter(params)))
+
     def around(streams: Any) -> Any:
         return streams._replace(
             update=updating(streams.update),
@@ -93,4 +97,5 @@ def from_outside(model: Model, engine: Any) -> Any:
         model=model,
         streams=around(engine.streams),
         on=lambda devices: around(engine.on(devices)),
+        columns=spread if engine.columns else None,
     )

@@ -53,9 +53,9 @@ def sharded(
       batch_size: B, the number of streams on all devices.
       mesh: of devices, such as `jax.make_mesh((4,), ("streams",))`; of one process or of many.
       streams: the axis of the mesh over which streams are spread; its first by default.
-      columns: an axis over which each stream's influence is spread, by columns of θ: for `rtrl` and `local_rtrl`, whose
-        memory is large. Its devices go through the same streams, and each keeps its part of M, whose advance needs no
-        traffic.
+      columns: an axis over which each stream's influence is spread, by columns of θ: for `rtrl`, `local_rtrl` and
+        `ok`, whose memory is large. Its devices go through the same streams, and each keeps its part of M, which moves
+        on without traffic.
       watched: as in `batched`; so many in all, and as many on each device.
 
     Returns:
@@ -86,7 +86,7 @@ def sharded(
             )
     if devices.columns is not None and (not isinstance(est, Engine) or est.columns is None):
         raise ValueError(
-            "columns is for an influence with a column for each weight, rtrl and local_rtrl on a cell with "
+            "columns is for an influence with a column for each weight, rtrl, local_rtrl and ok on a cell with "
             "preactivations: leave it out."
         )
     layout = Layout(est, batch_size, memories, mesh, devices)

@@ -10,7 +10,7 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model
 from streamgrad.engine.chunkwise import chunkwise, last_axis
-from streamgrad.engine.devices import ALONE, Devices
+from streamgrad.engine.devices import ALONE, Columns, Devices, Spread
 from streamgrad.engine.estimator import Algorithm, Outcome, as_stream, estimator, restart, same_dtype
 from streamgrad.engine.unroll import unroll
 from streamgrad.estimators.rtrl import find_across, rtrl
@@ -86,8 +86,17 @@ def local_rtrl(model: Model) -> GradientEstimator:
         many = batch(params, as_stream(state), as_stream(chunk), as_stream(key), ALONE)
         return jax.tree.map(lambda leaf: leaf[0], many)
 
-    columns = last_axis if all(part.columns for part in parts) else None
-    return estimator(model, Algorithm(init, run, batch=batch, columns=columns))
+    def spread(columns: Columns) -> Spread:
+        inits = [part.columns(columns).init for part in parts if part.columns is not None]
+
+        def whole(params: Params) -> EstimatorState:
+            memory = tuple(one(theta).memory for one, theta in zip(inits, own(params), strict=True))
+            return init(params)._replace(memory=memory)
+
+        return Spread(whole, last_axis)
+
+    can = all(part.columns is not None for part in parts)
+    return estimator(model, Algorithm(init, run, batch=batch, columns=spread if can else None))
 
 
 def _whole(state: PyTree) -> Float[Array, " S"]:

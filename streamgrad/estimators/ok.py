@@ -1,5 +1,6 @@
 """Optimal Kronecker sums: the influence across chunks as a sum of a few Kronecker products."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +10,9 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Model, real_dtype
 from streamgrad.checks import check_at_most, check_size, find_cut
 from streamgrad.engine.chunkwise import Across, Crossing, chunkwise
+from streamgrad.engine.devices import Columns
 from streamgrad.engine.estimator import estimator
-from streamgrad.noise.reduction import reduce, signs_needed
+from streamgrad.noise.reduction import reduce, reduce_by, signs_needed, sketch
 from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
 from streamgrad.step.weights import Outer, sum_outer, zero_terms
@@ -22,10 +24,12 @@ class OkMemory(NamedTuple):
     Attributes:
       left: C_i, leaves `[rank, S, rows]`; of a matrix with fewer features, as many terms as it has.
       right: ã_i, leaves `[rank, A]`.
+      sketch: of C_i, where each device has some of its rows alone; else None.
     """
 
     left: PyTree
     right: PyTree
+    sketch: PyTree = None
 
 
 def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher") -> GradientEstimator:
@@ -87,28 +91,53 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
         left = jax.tree.map(lambda leaf: jnp.einsum("bs,brsn->brn", mean, leaf), memory.left)
         return sum_outer(Outer(left, memory.right))
 
-    def one(memory: OkMemory, signs: Array, back: Array, pulled: Outer) -> OkMemory:
-        leaves = [jax.tree.leaves(tree) for tree in (memory.left, memory.right, pulled.left, pulled.right)]
-        structure = jax.tree.structure(memory.right)
-        found = []
-        for c, a, new_c, new_a, own in zip(*leaves, signs, strict=True):
-            moved = jnp.einsum("st,rtn->rsn", back, c)
-            if len(a) == a.shape[1]:  # a term for each feature: ã_i is the i-th unit vector, and nothing is left out
-                exact = moved + jnp.einsum("ksn,ka->asn", new_c, new_a)
-                found.append((exact, jnp.eye(len(a), dtype=a.dtype)))
-            else:
-                found.append(reduce((moved, a), (new_c, new_a), own))
-        left, right = zip(*found, strict=True)
-        return OkMemory(jax.tree.unflatten(structure, left), jax.tree.unflatten(structure, right))
+    def moving(own_rows: Callable[[Array], Array] | None) -> Callable[..., tuple[OkMemory, dict[str, Array]]]:
+        """`Across.advance`, of all rows of C_i or of this device's."""
 
-    def advance(
-        shared: PyTree, memory: OkMemory, noise: Array, crossing: Crossing
-    ) -> tuple[OkMemory, dict[str, Array]]:
-        del shared
-        return jax.vmap(one, in_axes=(0, 0, 0, 1))(memory, noise, crossing.back, crossing.pulled), {}
+        def one(memory: OkMemory, signs: Array, back: Array, pulled: Outer) -> OkMemory:
+            structure = jax.tree.structure(memory.right)
+            leaves = [jax.tree.leaves(tree) for tree in (memory.left, memory.right, pulled.left, pulled.right)]
+            sketches = jax.tree.leaves(memory.sketch) or [None] * len(leaves[0])
+            found = []
+            for c, a, new_c, new_a, own, short in zip(*leaves, signs, sketches, strict=True):
+                moved = jnp.einsum("st,rtn->rsn", back, c)
+                here = new_c if own_rows is None else own_rows(new_c)
+                if len(a) == a.shape[1]:  # a term for each feature: ã_i is the i-th unit vector, nothing is left out
+                    exact = moved + jnp.einsum("ksn,ka->asn", here, new_a)
+                    found.append((exact, jnp.eye(len(a), dtype=a.dtype), short))
+                elif short is None:
+                    found.append((*reduce((moved, a), (new_c, new_a), own), None))
+                else:
+                    both = jnp.einsum("st,rtn->rsn", back, short), sketch(new_c, len(c))
+                    found.append(reduce_by(both, (moved, a), (here, new_a), own))
+            trees = [jax.tree.unflatten(structure, part) for part in zip(*found, strict=True)]
+            return OkMemory(*trees) if memory.sketch is not None else OkMemory(*trees[:2])
+
+        def advance(
+            shared: PyTree, memory: OkMemory, noise: Array, crossing: Crossing
+        ) -> tuple[OkMemory, dict[str, Array]]:
+            del shared
+            return jax.vmap(one, in_axes=(0, 0, 0, 1))(memory, noise, crossing.back, crossing.pulled), {}
+
+        return advance
+
+    def spread(columns: Columns) -> Across:
+        """By rows of C_i. What decides how terms are mixed is a sketch of all rows, which every device moves on."""
+
+        def whole(params: PyTree, state: PyTree) -> OkMemory:
+            left, right, _ = init(params, state)
+            cut = jax.tree.map(lambda leaf: columns.filled(leaf, 2), left)
+            return OkMemory(cut, right, jax.tree.map(lambda leaf: sketch(leaf, len(leaf)), left))
+
+        return across._replace(init=whole, advance=moving(lambda new: columns.own(new, 2)))
+
+    def axes(memory: OkMemory) -> OkMemory:
+        rows, none = (jax.tree.map(lambda _, axis=axis: axis, memory.right) for axis in (2, -1))
+        return OkMemory(rows, none, none)
 
     def check(chunk: Chunk, length: int, key: Any) -> None:
         del chunk, length
         source.check(key)
 
-    return estimator(model, chunkwise(model, Across(init, asks, advance, older, draw=draw), check))
+    across = Across(init, asks, moving(None), older, draw=draw, axes=axes)
+    return estimator(model, chunkwise(model, across._replace(spread=spread), check))

@@ -10,7 +10,7 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, check_model
 from streamgrad.engine import shaped
-from streamgrad.engine.chunkwise import Across, Crossing, chunkwise, last_axis
+from streamgrad.engine.chunkwise import Across, Crossing, by_features, chunkwise
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.stepwise import online
 from streamgrad.step import cuts
@@ -96,7 +96,8 @@ def _whole(model: Model) -> Across:
     factored = "preactivation" in model.cell.cuts  # else the reverse pass adds up, and keeps nothing of a step
     if not factored:
         return Across(empty_jacobian(state_size), asks, advance, older)
-    return Across(empty_jacobian(state_size), asks, advance, older, block=block, columns=last_axis)
+    across = Across(empty_jacobian(state_size), asks, advance, older, block=block)
+    return across._replace(spread=by_features(across))
 
 
 def _in_shape(reach: Reach) -> Across:
@@ -119,7 +120,8 @@ def _in_shape(reach: Reach) -> Across:
         return steps_at_once(params, reach.vectors, length)
 
     pick = functools.partial(shaped.pick, reach)
-    return Across(init, asks, advance, older, block=block, pick=pick, columns=last_axis)
+    across = Across(init, asks, advance, older, block=block, pick=pick)
+    return across._replace(spread=by_features(across))
 
 
 def _stepwise(model: Model) -> Influence:

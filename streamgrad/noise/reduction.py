@@ -34,6 +34,11 @@ def signs_needed(terms: int, rank: int) -> int:
     return sum(blocks * size * kept for blocks, size, kept in _plan(terms, rank))
 
 
+def sketch_width(rank: int) -> int:
+    """How many directions a sketch has: twice as many as the terms that are decomposed at once."""
+    return max(WIDTH, 2 * max(SMALL, 2 * rank))
+
+
 def _plan(terms: int, rank: int) -> list[tuple[int, int, int]]:
     """Rounds of (blocks, terms in a block, terms kept of it); the last takes what was there before as well.
 
@@ -75,10 +80,32 @@ def reduce(
       >>> (left.T @ right).round(3).tolist()  # of rank two, and so exact
       [[1.0, 0.0], [0.0, 1.0]]
     """
+    rank = len(old[0])
+    left, right, _ = reduce_by((sketch(old[0], rank), sketch(new[0], rank)), old, new, signs)
+    return left, right
+
+
+def reduce_by(
+    sketches: tuple[Float[Array, "rank ..."], Float[Array, "K ..."]],
+    old: tuple[Float[Array, "rank ..."], Float[Array, "rank A"]],
+    new: tuple[Float[Array, "K ..."], Float[Array, "K A"]],
+    signs: Float[Array, " n"],
+) -> tuple[Float[Array, "rank ..."], Float[Array, "rank A"], Float[Array, "rank ..."]]:
+    """`reduce` by what sketches of the left factors say, of which parts alone may be there.
+
+    Args:
+      sketches: of the left factors of both, from `sketch`.
+      old: as in `reduce`; of the left ones any part.
+      new: likewise.
+      signs: likewise.
+
+    Returns:
+      Left factors, of that part, and right factors; and the sketch of the left ones.
+    """
     rank, count = len(old[0]), len(new[0])
-    *rounds, (_, size, _) = plan = _plan(count, rank)
+    *rounds, (_, size, _) = _plan(count, rank)
     with jax.default_matmul_precision("highest"):
-        short = [_sketch(left, max(WIDTH, 2 * max(length for _, length, _ in plan))) for left in (old[0], new[0])]
+        short = [x.reshape(len(x), -1) for x in sketches]
         # All rounds are made on the sketch; `by` says what the terms of a round are made of.
         left, right, by = short[1], new[1], jnp.eye(count, dtype=short[1].dtype)
         for blocks, length, kept in rounds:
@@ -89,7 +116,12 @@ def reduce(
             right = right.reshape(blocks * kept, -1)
         left, right = jnp.concatenate([short[0], left]), jnp.concatenate([old[1], right])
         mix, right = _reduce_once(left, right, signs.reshape(rank, size))
-        return jnp.tensordot(mix[:, :rank], old[0], 1) + jnp.tensordot(mix[:, rank:] @ by, new[0], 1), right
+        first, second = mix[:, :rank], mix[:, rank:] @ by
+
+        def mixed(old: Array, new: Array) -> Array:
+            return jnp.tensordot(first, old, 1) + jnp.tensordot(second, new, 1)
+
+        return mixed(old[0], new[0]), right, mixed(*sketches)
 
 
 def _cut(terms: Float[Array, "m n"], blocks: int, length: int) -> Float[Array, "blocks length n"]:
@@ -97,19 +129,19 @@ def _cut(terms: Float[Array, "m n"], blocks: int, length: int) -> Float[Array, "
     return jnp.pad(terms, ((0, blocks * length - len(terms)), (0, 0))).reshape(blocks, length, -1)
 
 
-def _sketch(left: Float[Array, "m ..."], width: int) -> Float[Array, "m n"]:
-    """Left factors with their last axis projected on `width` fixed random directions.
+def sketch(left: Float[Array, "m ..."], rank: int) -> Float[Array, "m ..."]:
+    """Left factors with their last axis projected on a few fixed random directions; as they are where that is short.
 
     A projection on p directions preserves all lengths in a space of up to p / 2 dimensions within a factor of about
     three, and none is lost, however special the factors; that of a matrix is closer, since each of its rows has
     another error. The decomposition then has small arrays to work on, and reads the large ones once.
     """
-    size = left.shape[-1]
+    size, width = left.shape[-1], sketch_width(rank)
     if size > width:
         # Orthogonal directions: the nearer `width` is to `size`, the less is lost.
         basis = np.linalg.qr(np.random.default_rng(0).normal(size=(size, width)))[0] * (size / width) ** 0.5
-        left = left @ jnp.asarray(basis, left.dtype)
-    return left.reshape(len(left), -1)
+        left = jnp.matmul(left, jnp.asarray(basis, left.dtype), precision="highest")
+    return left
 
 
 def _reduce_once(
