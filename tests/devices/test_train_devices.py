@@ -17,6 +17,7 @@ from streamgrad.lab.training.checkpoint import steps
 from tests.flags import FLAGS
 from tests.tools import ROOT
 
+OURS, THEIRS = "another process of the run has ended", "another task died"
 LATER = 30  # seconds within which a run ends whose other process is gone
 TASK = ("--task", "queue", "--cell", "vanilla", "--hidden", "4", "--batch-size", "4")
 OPTIONS = (*TASK, "--estimator", "rtrl", "--every", "10", "--seeds", "2")
@@ -87,7 +88,9 @@ def test_a_process_that_is_killed_ends_the_run_which_goes_on(tmp_path, dead):
     both[dead].communicate()
     assert time.monotonic() - begun < LATER
     assert both[1 - dead].returncode not in (0, -signal.SIGKILL)
-    assert "another process of the run has ended" in words and "--resume goes on from update" in words
+    # If it was the first, JAX may notice before the sum of gradients fails, and ends the process with words of its own.
+    assert OURS in words or (dead == 0 and THEIRS in words), words
+    assert "--resume goes on from update" in words or OURS not in words
     assert steps(broken / "checkpoint")[-1] < 3000
     finish(*start_two(broken, *options, "--resume"))
     assert same(broken, alone)
