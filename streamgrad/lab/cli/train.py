@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,8 @@ else:
 
 # Where a run is made does not define it: it goes on with any other number of devices and processes.
 LAYOUT = {"devices", "distributed", "coordinator", "processes", "process"}
+
+FAILED = re.compile("(UNKNOWN|UNAVAILABLE|ABORTED|INTERNAL|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION):")
 
 Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=VALUE ...]")]
 
@@ -178,8 +181,8 @@ def naming_the_dead(options: Options) -> Iterator[None]:
     """Where another process has gone, whose sums cannot be had any more: end with a sentence."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if not processes.several():
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # a failed sum may come as either
+        if not processes.several() or not FAILED.match(str(error)):
             raise
         words = f"another process of the run has ended, or cannot be reached; {what_is_kept(options)}"
         print(f"streamgrad train: {words}", file=sys.stderr, flush=True)
