@@ -124,6 +124,7 @@ def test_textbook_while_parameters_change(cell, mean_length, tail, longest):
         assert (max(lost) > 0) == (longest < 20)
 
 
+@pytest.mark.slow
 def test_many_streams_with_reaches_of_their_own():
     """All of them go back as far as the one that goes farthest; it makes no difference to the others."""
     model = make_model("gru")

@@ -191,7 +191,8 @@ def test_local_rtrl_is_biased_for_two_layers_alone():
     assert error(run(made(sg.rtrl, model), params, split(chunk, (3, 3, 3)))[0], want) < 1e-10
 
 
-@pytest.mark.parametrize("make", few([sg.immediate, sg.snap, sg.local_rtrl, sg.rtrl], sg.local_rtrl))
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [sg.immediate, sg.snap, sg.local_rtrl, sg.rtrl])
 def test_batched(make):
     """Of several layers: the mean of the streams' gradients, over several chunks with resets of their own."""
     model, params, _ = setup("lrus")

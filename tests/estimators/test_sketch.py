@@ -107,7 +107,8 @@ def test_the_certificate_bounds_the_error(cell, rank, append):
         assert ratios[1] < 1.5
 
 
-@pytest.mark.parametrize("cell", ["lstm", pytest.param("vanilla", marks=slow)])
+@slow
+@pytest.mark.parametrize("cell", ["lstm", "vanilla"])
 def test_the_certificate_is_true_in_float32(cell):
     """Rounding is allowed for, also where nothing else is left out."""
     model, params, chunk = problem(cell, length=30)
