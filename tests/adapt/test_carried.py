@@ -232,6 +232,7 @@ def test_short_chunks_are_gathered_into_the_same_window():
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_preuoro():
     """α alone, one for each weight matrix; unbiased with it, in float32, under scan."""
     model, choice = make_model("gru"), {"episode": LENGTH, "least": 2, "refresh": 1}

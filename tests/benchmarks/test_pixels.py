@@ -45,6 +45,7 @@ def test_recurrence_is_complex():
     assert np.allclose(np.exp(params["gamma"]) ** 2, 1 - np.abs(lam) ** 2)
 
 
+@pytest.mark.slow
 def test_prediction_is_the_mean_of_logits():
     """Its value is the mean over the sequence so far, and its derivative that of the last logits."""
     model, chunk = make_model(2, 4, 0.9), batch()
@@ -99,6 +100,7 @@ def test_a_toy_run_learns(update, tmp_path, monkeypatch):
     assert trained < untrained - 0.2
 
 
+@pytest.mark.slow
 def test_what_stays_stays():
     """`--freeze` and `--recurrent-rate` are of single parameters by name."""
     options = argparse.Namespace(

@@ -164,7 +164,8 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", few(LONG, "lru"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
 def test_remembers(name):
     """The gradient of a loss 300 steps after the only input goes through all of them."""
     model = sg.Model(LONG[name](), sg.heads.squared_error(1))

@@ -74,6 +74,7 @@ def test_unbiased_for_any_cell(cell):
     assert error(mean_of(est, params, chunk, (2, 1, 2), found, shares), bptt(model, params, chunk)) < 1e-10
 
 
+@pytest.mark.slow
 def test_the_bias_of_what_is_kept():
     """With step after step, and credit cut for certain after `longest` of them, the mean is that of truncated BPTT."""
     model = make_model("vanilla")

@@ -137,6 +137,7 @@ def test_a_bound_that_overflows_stays_a_number():
     assert diagnostics["certificate"][29] == np.finfo(np.float32).max and diagnostics["certificate"][30] < 1
 
 
+@pytest.mark.slow
 def test_more_rank_less_error():
     """On the way from SnAp-1 to RTRL; and adding what is new as a whole is better than in part."""
     model, params, chunk = problem("vanilla", reset=None, length=20)

@@ -174,6 +174,7 @@ def test_a_stream_may_begin_with_another_state(replay):
     assert error((total, state.cell), (want, reference.cell)) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_long_window_is_bptt_of_the_whole_stream():
     model = make_model("stack")
     params, chunk = make_params(model), make_chunk(model, 9, reset=(4,))

@@ -116,7 +116,8 @@ def test_traces_are_the_lambda_return_of_whole_episodes():
 ANY = [("ok", "vanilla"), ("tbptt-3", "rtu"), ("uoro", "gru"), ("snap", "vanilla"), ("snap", "lru")]
 
 
-@pytest.mark.parametrize(("make", "cell"), few(ANY, ("ok", "vanilla")))
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "cell"), ANY)
 def test_any_estimator_will_do(make, cell):
     rows = train_agent(t_maze(2), getattr(sg.cells, cell), MAKE[make], CONFIG, rates=[1e-2], seeds=[0])
     assert [row["step"] for row in rows] == [10, 20]

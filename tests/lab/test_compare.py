@@ -124,6 +124,7 @@ def test_blocks_are_compared_where_they_fill_the_chunk():
         assert [row.name for row in rows] == blocks
 
 
+@pytest.mark.slow
 def test_batches_of_streams_measure_what_single_ones_do(rows):
     found, (model, params, chunk) = rows
     got = sg.variance.empirical(sg.uoro(model), params, chunk, jax.random.key(8), 4000, block=1000)
@@ -213,6 +214,7 @@ def test_the_squared_error_is_that_of_the_mean_over_streams(rows):
             assert row.squared_bias < 4 * row.squared_bias_noise + 1e-12, row.name
 
 
+@pytest.mark.slow
 def test_a_bias_hides_no_noise(rows):
     """The standard error of the variance of an estimator that is noisy and far off, and of one with few samples."""
     found, (model, params, chunk) = rows

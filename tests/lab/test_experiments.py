@@ -14,7 +14,6 @@ from streamgrad.lab.experiments.episodic import episodic_uoro, shown_steps, summ
 from streamgrad.lab.experiments.reproduce import reproduce
 from streamgrad.lab.experiments.roots import damped_q0
 from streamgrad.lab.manifest import load_manifest
-from tests.tools import few
 
 MODEL = sg.Model(sg.cells.lstm(2, 2), sg.heads.softmax(3))
 B, T = 2, 3
@@ -60,7 +59,8 @@ def test_no_b_yet_is_the_identity():
     np.testing.assert_allclose(q0 @ inverse, np.eye(3), atol=1e-14)
 
 
-@pytest.mark.parametrize("alpha", few(["optimal", "gir"], "gir"))
+@pytest.mark.slow
+@pytest.mark.parametrize("alpha", ["optimal", "gir"])
 def test_estimator_is_uoro_with_the_q0_of_past_episodes(alpha):
     """Gradient, theory, measurement and the average of B of the second update, each by the slow way."""
     params, chunk = example(0)

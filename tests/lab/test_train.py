@@ -143,6 +143,7 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_unbroken_one(unbroken, tmp_p
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["12", "8"]
 
 
+@pytest.mark.slow
 def test_a_run_may_be_made_longer(unbroken, tmp_path):
     short = Plan(updates=4, every=2, checkpoint_every=4, seeds=2, seed=3)
     train(tmp_path, short, *parts(counting()), resume=True, summarise=summarise)
