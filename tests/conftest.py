@@ -26,9 +26,15 @@ jaxtyping.install_import_hook("streamgrad", "beartype.beartype")
 NEEDS = {f"streamgrad.cells.from_{name}": name for name in ("equinox", "flax", "haiku")}
 
 
+# Their examples are programs to compile, each for itself, of what other tests call as well.
+SLOW = ("streamgrad.lab.", "streamgrad.theory.")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the examples of adapters for libraries that are not there, or do not work with this JAX."""
+    """Skip the examples of adapters for libraries that are not there, or do not work with this JAX; mark slow ones."""
     for item in items:
+        if isinstance(item, pytest.DoctestItem) and item.name.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
         name = NEEDS.get(item.name.rpartition(".")[0])
         if name is not None and not have(name):
             item.add_marker(pytest.mark.skip(reason=f"{name} cannot be imported here"))

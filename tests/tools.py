@@ -18,6 +18,16 @@ import streamgrad as sg
 ROOT = Path(__file__).parent.parent
 
 
+def few(cases, *quick) -> list:
+    """Cases as parameters of a test, of which these are quick; the others are among the slow tests."""
+
+    def values(case):
+        return case if isinstance(case, tuple) else (case,)
+
+    assert all(case in cases for case in quick)
+    return [pytest.param(*values(case), marks=() if case in quick else pytest.mark.slow) for case in cases]
+
+
 def code_blocks(path: Path) -> list[str]:
     """The Python examples of a page."""
     blocks = re.findall(r"^ *```python\n(.*?)^ *```", path.read_text(), flags=re.DOTALL | re.MULTILINE)

@@ -10,7 +10,7 @@ import pytest
 import streamgrad as sg
 from streamgrad.adapt.averages import Averages
 from streamgrad.noise.shaping import Shaping
-from tests.tools import all_signs, bptt, error, make_chunk, make_model, make_params, random_alpha, random_q0, split
+from tests.tools import all_signs, bptt, error, few, make_chunk, make_model, make_params, random_alpha, random_q0, split
 
 LENGTH = 4
 # Options of `uoro`, and of `carried` around it.
@@ -42,7 +42,7 @@ def frozen(state, groups=1, diagonal=False, ready=True):
     return state._replace(shared=shared._replace(shaping=pair, alpha=alpha, ready=flag, solved=flag))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", few(OPTIONS, "stream", "groups"))
 def test_unbiased_with_frozen_statistics(name):
     """All sign patterns over two chunks; before the second Q_0 and α change, and GIR takes over in between."""
     model, params, est = made(name)
@@ -75,7 +75,7 @@ def streams(chunk, count=3):
     )
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", few(OPTIONS, "stream", "groups"))
 def test_q_does_not_depend_on_the_noise_of_its_window(name):
     """Two runs that differ in the last chunk's noise alone use the same Q_0 and α there, and go on with the same."""
     model, params, est = made(name, "rademacher")
@@ -132,7 +132,7 @@ def broken(averages: Averages, value: float) -> Averages:
     return jax.tree.map(lambda leaf: jnp.full_like(leaf, value), averages)._replace(weight=averages.weight)
 
 
-@pytest.mark.parametrize("name", ["episode", "stream"])
+@pytest.mark.parametrize("name", few(["episode", "stream"], "stream"))
 def test_senseless_averages_fall_back(name):
     """The estimate is that of identity and GIR, and nothing is NaN."""
     model, params, est = made(name, "rademacher")
@@ -182,6 +182,7 @@ def test_factors_out_of_balance_are_left_to_gir(factor, calm):
     assert np.all(np.asarray(info.diagnostics["carried"]) == float(calm)) and state.shared.ready
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell, groups", [("lstm", 8), ("gru", 1), ("vanilla", 4)])
 def test_a_live_stream_stays_balanced(cell, groups):
     """Endless recall, an update at every step, from a running state: tangents stay what GIR makes them.
@@ -231,6 +232,7 @@ def test_short_chunks_are_gathered_into_the_same_window():
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_preuoro():
     """α alone, one for each weight matrix; unbiased with it, in float32, under scan."""
     model, choice = make_model("gru"), {"episode": LENGTH, "least": 2, "refresh": 1}

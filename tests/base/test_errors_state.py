@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
-from tests.tools import make_params, one_sentence
+from tests.tools import few, made, make_params, one_sentence
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 KEY = jax.random.key(0)
 MODEL = sg.Model(sg.cells.vanilla(3, 4), sg.heads.softmax(5))
 LSTM, HEAD = sg.cells.lstm(3, 4), sg.heads.softmax(5)
+SQUARE, BIT = sg.heads.squared_error(1), sg.heads.bernoulli(1)
 T = 6
 X, Y = jnp.zeros((T, 3)), jnp.zeros(T, int)
 ESTIMATORS = {name: row.make(MODEL, **row.options) for name, row in sg.estimators.REGISTRY.items()}
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", few(ESTIMATORS, "bptt", "rtrl", "snap", "uoro"))
 def test_the_state_of_another_estimator(name):
     """For one stream and for many: every estimator's state is refused by every other, save by its own kind."""
     est, params, chunk = ESTIMATORS[name], make_params(MODEL), sg.Chunk(X, Y)
@@ -63,7 +64,7 @@ def test_the_state_of_other_streams():
         sg.batched(est, 2).update(params, None, batch, KEY)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", few(ESTIMATORS, "bptt", "rtrl", "snap", "uoro"))
 def test_params_and_state_of_different_dtypes(name):
     est, params = ESTIMATORS[name], make_params(MODEL)
     small = make_params(MODEL, dtype=jnp.float16)
@@ -95,12 +96,12 @@ VALUES = {
     "bools for classes": (HEAD, sg.Chunk(X, Y == 1), r"must be a whole number of shape \[\], not bool"),
     "no targets": (HEAD, sg.Chunk(X, None), "one target of heads.softmax must be .* not none at all"),
     "complex targets": (
-        sg.heads.squared_error(1),
+        SQUARE,
         sg.Chunk(X, X[:, :1] + 0j),
         "squared_error must be .* not complex128",
     ),
     "NaN in targets": (
-        sg.heads.squared_error(1),
+        SQUARE,
         sg.Chunk(X, X[:, :1] + np.nan),
         "finite numbers, but one of them is nan",
     ),
@@ -115,16 +116,19 @@ VALUES = {
         sg.Chunk(X, Y.at[jnp.array([1, 4])].set(-1), weight=jnp.ones(T).at[4].set(0)),
         "classes, .* but one of them is -1",
     ),
-    "a bit of 2": (sg.heads.bernoulli(1), sg.Chunk(X, X[:, :1] + 2), "numbers between 0 and 1, but one of them is 2.0"),
-    "a bit of NaN": (sg.heads.bernoulli(1), sg.Chunk(X, X[:, :1] + np.nan), "between 0 and 1, but one of them is nan"),
+    "a bit of 2": (BIT, sg.Chunk(X, X[:, :1] + 2), "numbers between 0 and 1, but one of them is 2.0"),
+    "a bit of NaN": (BIT, sg.Chunk(X, X[:, :1] + np.nan), "between 0 and 1, but one of them is nan"),
 }
+
+
+STACKS = {id(head): sg.Model(sg.cells.stack(LSTM, sg.cells.gru(4, 2)), head) for head in (HEAD, SQUARE, BIT)}
 
 
 @pytest.mark.parametrize("case", VALUES)
 def test_values(case):
     head, chunk, match = VALUES[case]
-    model = sg.Model(sg.cells.stack(LSTM, sg.cells.gru(4, 2)), head)
-    est, params = sg.bptt(model), make_params(model)
+    model = STACKS[id(head)]
+    est, params = made(sg.bptt, model), make_params(model)
     with pytest.raises(ValueError, match=match) as error:
         est.update(params, est.init(params), chunk, None)
     assert one_sentence(error)

@@ -45,10 +45,11 @@ def test_recurrence_is_complex():
     assert np.allclose(np.exp(params["gamma"]) ** 2, 1 - np.abs(lam) ** 2)
 
 
+@pytest.mark.slow
 def test_prediction_is_the_mean_of_logits():
     """Its value is the mean over the sequence so far, and its derivative that of the last logits."""
     model, chunk = make_model(2, 4, 0.9), batch()
-    params = moved(model.init(jax.random.key(0)))
+    params = moved(jax.jit(model.init)(jax.random.key(0)))
 
     def outputs(params):
         return model.run(params, model.init_state(params), chunk.inputs[0])[0]
@@ -59,28 +60,33 @@ def test_prediction_is_the_mean_of_logits():
         plain = sg.Model(cell, model.head)
         return plain.run(params, plain.init_state(params), chunk.inputs[0])[0]
 
-    means = np.cumsum(logits(params), axis=0) / np.arange(1, LENGTH + 1)[:, None]
-    assert np.abs(outputs(params) - means).max() < 1e-10
-    got, want = (jax.jacrev(function)(params).cell[0]["b"] for function in (outputs, logits))
+    def with_derivatives(function):
+        return jax.jit(lambda params: (function(params), jax.jacrev(function)(params).cell[0]["b"]))(params)
+
+    (means, got), (last, want) = with_derivatives(outputs), with_derivatives(logits)
+    assert np.abs(means - np.cumsum(last, axis=0) / np.arange(1, LENGTH + 1)[:, None]).max() < 1e-10
     assert np.abs(got - want).max() < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "chunk_length"), [("mlp", 1), ("glu", 7)])
 def test_rtrl_is_bptt(block, chunk_length):
     """In chunks, over two sequences in a row, the second of which begins afresh."""
     model = make_model(2, 4, 0.9, block)
-    params, key = moved(model.init(jax.random.key(0))), jax.random.key(1)
+    params, key = moved(jax.jit(model.init)(jax.random.key(0))), jax.random.key(1)
+    whole_gradient = jax.jit(pixels.whole_gradient, static_argnums=(0, 4))  # one trace for both sequences
     rtrl, bptt = sg.batched(sg.rtrl(model), STREAMS), sg.batched(sg.bptt(model), STREAMS)
     online = offline = None
     states = [rtrl.init(params), bptt.init(params)]
     for seed in (1, 2):
-        online, states[0] = pixels.whole_gradient(rtrl, params, states[0], batch(seed), chunk_length, key)
-        offline, states[1] = pixels.whole_gradient(bptt, params, states[1], batch(seed), LENGTH, key)
+        online, states[0] = whole_gradient(rtrl, params, states[0], batch(seed), chunk_length, key)
+        offline, states[1] = whole_gradient(bptt, params, states[1], batch(seed), LENGTH, key)
     assert error(online, offline) < 1e-10
-    cut, _ = pixels.whole_gradient(bptt, params, bptt.init(params), batch(2), 1, key)
+    cut, _ = whole_gradient(bptt, params, bptt.init(params), batch(2), 1, key)
     assert error(cut, offline) > 1e-2  # what lies before the step counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["sequence", "chunk"])
 def test_a_toy_run_learns(update, tmp_path, monkeypatch):
     """All rates and seeds, each its own; rows are added to those that are there, which may have other columns."""
@@ -94,6 +100,7 @@ def test_a_toy_run_learns(update, tmp_path, monkeypatch):
     assert trained < untrained - 0.2
 
 
+@pytest.mark.slow
 def test_what_stays_stays():
     """`--freeze` and `--recurrent-rate` are of single parameters by name."""
     options = argparse.Namespace(

@@ -7,7 +7,7 @@ import pytest
 
 import streamgrad as sg
 from streamgrad.cells.encoding import decode, encode
-from tests.tools import one_sentence
+from tests.tools import few, one_sentence
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)))
 CHUNK = sg.Chunk(X, jnp.arange(6) % 2)
@@ -46,7 +46,9 @@ def test_whatever_is_encoded_comes_back():
     assert all(bool(jnp.all(back[name] == leaf)) for name, leaf in words.items())
 
 
-def test_affine_of_any_tree():
+def leaky():
+    """A cell of weights in a tree, and the same without the help of `affine`."""
+
     def step(affine, state, x):
         return affine("leak") * state + jnp.tanh(affine("layers.0.w", state, x, 1) + affine("layers.0.b"))
 
@@ -59,12 +61,19 @@ def test_affine_of_any_tree():
         return params["leak"] * state + jnp.tanh(layer["w"] @ features + layer["b"])
 
     cell = sg.cells.affine(step, init_params, lambda: jnp.zeros(3))
-    own = sg.cells.from_function(by_hand, init_params, lambda: jnp.zeros(3), products=False)
-    models = [sg.Model(c, sg.heads.softmax(2)) for c in (cell, own)]
+    return cell, sg.cells.from_function(by_hand, init_params, lambda: jnp.zeros(3), products=False)
+
+
+def test_affine_of_any_tree():
+    models = [sg.Model(cell, sg.heads.softmax(2)) for cell in leaky()]
     params = models[0].init(jax.random.key(0))
     want = gradients(models[1], sg.bptt(models[1]), params)
     same(gradients(models[0], sg.rtrl(models[0]), params, 1, 4), want)
-    stacked = sg.Model(sg.cells.stack(cell, sg.cells.gru(3, 2)), sg.heads.softmax(2))
+
+
+@pytest.mark.slow
+def test_affine_of_any_tree_in_a_stack():
+    stacked = sg.Model(sg.cells.stack(leaky()[0], sg.cells.gru(3, 2)), sg.heads.softmax(2))
     params = stacked.init(jax.random.key(0))
     same(
         gradients(stacked, sg.rtrl(stacked), params, 1, 4),
@@ -101,7 +110,7 @@ def test_reverse_mode_suffices_for_some():
 
 
 @pytest.mark.parametrize("make", [sg.uoro, sg.preuoro, lambda model: sg.uoro(model, inside="backprop")])
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("many", few([False, True], False))
 def test_a_function_without_forward_mode_is_named(make, many):
     model = spiking()
     params, est, chunk = model.init(jax.random.key(0)), make(model), CHUNK

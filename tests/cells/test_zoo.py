@@ -14,17 +14,12 @@ import pytest
 import streamgrad as sg
 from streamgrad.noise.reduction import signs_needed
 from tests.cells.zoo import CASES, Case
-from tests.tools import all_signs, cut_size, made, mean_over, orthogonal_signs, random_alpha, run, split
+from tests.tools import all_signs, cut_size, few, made, mean_over, orthogonal_signs, random_alpha, run, split
 
 LENGTH = 7
-# One of each kind; the others are among the slow tests.
-FEW = ("nnx.OptimizedLSTMCell", "linen.ConvLSTMCell", "linen, projected", "eqx.GRUCell", "eqx, two layers", "tied")
-FEW += ("haiku.LSTM", "embedding", "dropout", "lru", "counter", "bfloat16")
-
-
-def cases(few: tuple[str, ...] = FEW):
-    """The cases as parameters of a test: all but a few of them slow."""
-    return [pytest.param(name, marks=() if name in few else pytest.mark.slow) for name in CASES]
+# One of each kind, where another of the same library would show nothing more.
+KINDS = ("nnx.OptimizedLSTMCell", "linen.ConvLSTMCell", "linen, projected", "eqx.GRUCell", "eqx, two layers", "tied")
+KINDS += ("haiku.LSTM", "embedding", "dropout", "lru", "counter", "bfloat16")
 
 
 @functools.cache
@@ -103,7 +98,11 @@ def assert_same(got, want, tolerance=1e-10):
         np.testing.assert_allclose(np.asarray(a, b.dtype), b, rtol=0, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("name", cases())
+# One of each library, and of none.
+LIBRARIES = ("nnx.OptimizedLSTMCell", "linen.LSTMCell", "eqx.GRUCell", "haiku.LSTM", "tied")
+
+
+@pytest.mark.parametrize("name", few(CASES, *LIBRARIES))
 def test_exact(name):
     """bptt, and rtrl in chunks of three: the reset is inside the second, and the last is shorter."""
     _, model, params, chunk = problem(name)
@@ -116,15 +115,17 @@ def test_exact(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1,) * 7, (2, 5)], ids=str)
-@pytest.mark.parametrize("name", cases(()))
-def test_rtrl_by_other_chunks(name, sizes):
+@pytest.mark.parametrize("name", KINDS)
+def test_rtrl_by_single_steps(name):
     _, model, params, chunk = problem(name)
-    assert_same(run(made(sg.rtrl, model), params, split_any(chunk, sizes))[0], oracle(name)[0], CASES[name].tolerance)
+    found = run(made(sg.rtrl, model), params, split_any(chunk, (1,) * LENGTH))[0]
+    assert_same(found, oracle(name)[0], CASES[name].tolerance)
 
 
-@pytest.mark.parametrize("window", [2, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", cases(("nnx.OptimizedLSTMCell", "eqx, two layers", "embedding", "dropout")))
+WINDOWS = [(name, 2) for name in KINDS] + [("dropout", 8)]
+
+
+@pytest.mark.parametrize("name, window", few(WINDOWS, ("embedding", 2)))
 def test_tbptt(name, window):
     _, model, params, chunk = problem(name)
     want = truncated(name, window) if window < LENGTH else oracle(name)[0]
@@ -132,7 +133,7 @@ def test_tbptt(name, window):
     assert_same(run(est, params, split_any(chunk, (3, 4)))[0], want, CASES[name].tolerance)
 
 
-@pytest.mark.parametrize("name", cases(("eqx.GRUCell", "embedding")))
+@pytest.mark.parametrize("name", few(["embedding", "eqx, two layers", "lru", "dropout", "counter"], "embedding"))
 def test_many_streams(name):
     """The same stream twice and once with other targets, in one batch: the mean of what each has alone."""
     _, model, params, chunk = problem(name)
@@ -169,8 +170,11 @@ def assert_unbiased(name, est, params, chunk, patterns, want):
     assert_mean(name, mean_over(est, params, chunk, patterns), want)
 
 
-@pytest.mark.parametrize("cut", ["state", pytest.param("params", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", cases(("nnx.GRUCell", "eqx, two layers", "convolution", "lru")))
+AT = [(name, "state") for name in ("nnx.GRUCell", *KINDS)]
+AT += [(name, "params") for name in ("eqx, two layers", "tied", "lru", "embedding", "bfloat16")]
+
+
+@pytest.mark.parametrize("name, cut", few(AT, ("nnx.GRUCell", "state"), ("lru", "state")))
 def test_uoro(name, cut):
     """Rescaling that does not see the noise: a quadratic form of it."""
     model, params, chunk, want = start_of(name, 3)
@@ -178,7 +182,7 @@ def test_uoro(name, cut):
     assert_unbiased(name, est, params, chunk, orthogonal_signs(3, cut_size(model, cut)), want)
 
 
-@pytest.mark.parametrize("name", cases(("eqx.GRUCell", "tied")))
+@pytest.mark.parametrize("name", few(KINDS, "tied"))
 def test_uoro_gir(name):
     """At the state, all patterns of signs."""
     n = cut_size(problem(name)[1], "state")
@@ -189,7 +193,7 @@ def test_uoro_gir(name):
     assert_unbiased(name, est, params, chunk, all_signs(len(chunk.targets), n), want)
 
 
-@pytest.mark.parametrize("name", cases(("eqx.GRUCell", "linen.LSTMCell")))
+@pytest.mark.parametrize("name", few(KINDS, "eqx.GRUCell"))
 def test_uoro_across(name):
     """Backpropagation inside the chunk; the signs are those of the state, once per chunk."""
     model, params, chunk, want = start_of(name, 4)
@@ -208,10 +212,14 @@ def test_uoro_across(name):
 # From here on, at the products with weights that are found in the step.
 
 
+PRODUCTS = [(name, "one", "estimated") for name in KINDS]
+PRODUCTS += [(name, "all", "exact") for name in ("linen.ConvLSTMCell", "eqx, two layers", "tied", "lru")]
+
+
 @pytest.mark.parametrize(
-    "groups, immediate", [("one", "estimated"), pytest.param("all", "exact", marks=pytest.mark.slow)]
+    "name, groups, immediate",
+    few(PRODUCTS, ("nnx.OptimizedLSTMCell", "one", "estimated"), ("tied", "one", "estimated")),
 )
-@pytest.mark.parametrize("name", cases(("nnx.OptimizedLSTMCell", "eqx, two layers", "tied")))
 def test_uoro_at_products(name, groups, immediate):
     """In as few groups as there can be, or one for each preactivation."""
     model, params, chunk, want = start_of(name, 3)
@@ -220,14 +228,14 @@ def test_uoro_at_products(name, groups, immediate):
     assert_unbiased(name, est, params, chunk, orthogonal_signs(3, n), want)
 
 
-@pytest.mark.parametrize("name", cases(("eqx.LSTMCell", "tied")))
+@pytest.mark.parametrize("name", few(KINDS, "tied"))
 def test_preuoro(name):
     """With GIR, whose coefficients depend on the noise: all patterns, one sign for each step."""
     model, params, chunk, want = start_of(name, 6)
     assert_unbiased(name, sg.preuoro(model, noise="given"), params, chunk, all_signs(6), want)
 
 
-@pytest.mark.parametrize("name", cases(("eqx.GRUCell", "tied")))
+@pytest.mark.parametrize("name", few(KINDS, "tied"))
 def test_ok(name):
     """Chunks of one step, one term: all patterns of one product's signs.
 
@@ -250,7 +258,7 @@ def test_ok(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [sg.uoro, sg.ok])
-@pytest.mark.parametrize("name", cases(()))
+@pytest.mark.parametrize("name", ["nnx.OptimizedLSTMCell", "eqx, two layers", "tied", "dropout", "bfloat16"])
 def test_means_of_many_draws(name, make):
     """By their defaults, with keys, in chunks of two: means of 4,000 draws.
 

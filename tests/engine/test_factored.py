@@ -7,7 +7,7 @@ import pytest
 
 import streamgrad as sg
 from streamgrad.engine import factored
-from tests.tools import cut_size, error, make_chunk, make_model, make_params, random_alpha, split
+from tests.tools import cut_size, error, few, make_chunk, make_model, make_params, random_alpha, split
 
 # Longer than a block of GIR (16 steps for so few rows), and no multiple of it nor of the few steps inside.
 LENGTHS = (37, 5)
@@ -39,15 +39,12 @@ OPTIONS = {
 }
 
 
-# Every cell with GIR and every option with the LSTM; the other pairs among the slow tests.
-PAIRS = [
-    pytest.param(cell, options, marks=[] if cell == "lstm" or options == "gir" else pytest.mark.slow)
-    for cell in ("vanilla", "lstm", "gru", "stack")
-    for options in OPTIONS
-]
+# Every cell with GIR, every option with the LSTM, and groups where there are several matrices.
+PAIRS = [(cell, "gir") for cell in ("vanilla", "gru", "stack")] + [("lstm", options) for options in OPTIONS]
+PAIRS += [("gru", "groups"), ("stack", "groups"), ("stack", "all groups")]
 
 
-@pytest.mark.parametrize("cell, options", PAIRS)
+@pytest.mark.parametrize("cell, options", few(PAIRS, ("gru", "gir"), ("lstm", "groups")))
 def test_factored_is_plain(cell, options):
     model = make_model(cell)
     n = cut_size(model, "preactivation")
@@ -60,7 +57,8 @@ def test_factored_is_plain(cell, options):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10 * float(jnp.max(jnp.abs(b)) + 1e-300))
 
 
-@pytest.mark.parametrize("cell", ["vanilla", "lstm", "gru"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["vanilla", "lstm"])
 def test_float32(cell):
     """Within 1e-5 of the largest entry, resets in mid-chunk."""
     plain, fast = both_forms(make_model(cell, n_hidden=4), jnp.float32, reset=(3, 20))

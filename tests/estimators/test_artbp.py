@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 from tests.reference import estimators as oracle
-from tests.tools import bptt, error, made, make_chunk, make_model, make_params, one_sentence, run, split
+from tests.tools import bptt, error, few, made, make_chunk, make_model, make_params, one_sentence, run, split
 
 slow = pytest.mark.slow
 SCHEDULES = [(2, None), (1.5, 3.5), (6.0, 4)]  # mean_length and tail
@@ -51,8 +51,8 @@ def mean_of(est, params, chunk, sizes, found, shares):
     return jax.tree.map(lambda leaf: np.tensordot(shares, leaf, axes=1), each)
 
 
-@pytest.mark.parametrize("mean_length, tail", SCHEDULES)
-@pytest.mark.parametrize("sizes", [(1,) * 6, (2, 3, 1), *(pytest.param(s, marks=slow) for s in ((6,), (1, 5)))])
+@pytest.mark.parametrize("mean_length, tail", few(SCHEDULES, (1.5, 3.5)))
+@pytest.mark.parametrize("sizes", [(2, 3, 1), *(pytest.param(s, marks=slow) for s in ((1,) * 6, (6,)))])
 def test_unbiased(mean_length, tail, sizes):
     """The mean over all truncations, weighted by their probability, in any chunks, with a reset and without."""
     model = make_model("vanilla")
@@ -74,6 +74,7 @@ def test_unbiased_for_any_cell(cell):
     assert error(mean_of(est, params, chunk, (2, 1, 2), found, shares), bptt(model, params, chunk)) < 1e-10
 
 
+@pytest.mark.slow
 def test_the_bias_of_what_is_kept():
     """With step after step, and credit cut for certain after `longest` of them, the mean is that of truncated BPTT."""
     model = make_model("vanilla")
@@ -104,11 +105,10 @@ def changing(model, sizes, reset, mean_length, tail, longest):
     "cell, mean_length, tail, longest",
     [
         ("lstm", 4, None, 3),
-        ("nested", 3, 4, 20),
+        pytest.param("nested", 3, 4, 20, marks=slow),
         pytest.param("lstm", 2.5, 6, 4, marks=slow),
         pytest.param("gru", 8, 3, 5, marks=slow),
         pytest.param("stack", 3, None, 1, marks=slow),
-        pytest.param("nested", 6, None, 2, marks=slow),
     ],
 )
 def test_textbook_while_parameters_change(cell, mean_length, tail, longest):
@@ -125,6 +125,7 @@ def test_textbook_while_parameters_change(cell, mean_length, tail, longest):
         assert (max(lost) > 0) == (longest < 20)
 
 
+@pytest.mark.slow
 def test_many_streams_with_reaches_of_their_own():
     """All of them go back as far as the one that goes farthest; it makes no difference to the others."""
     model = make_model("gru")

@@ -32,19 +32,33 @@ from tests.tools import (
 ROWS = list(REGISTRY.values())
 # Each estimator at each cut it has; those without a cut once.
 CASES = [(row, cut) for row in ROWS for cut in (row.cuts or (None,))]
+# One of each kind, by promise and by whether it learns: of each the one with most cuts.
+BY_KIND = {(row.promise, row.learns): row.name for row in sorted(ROWS, key=lambda row: len(row.cuts))}
+KINDS = set(BY_KIND.values())
 
 
-def cases(which):
-    """A mark for tests over all cases of some rows. Of several cuts the last is the usual; others: `make slow`."""
-    some = [(row, cut) for row, cut in CASES if which(row)]
+def usual(row, cut) -> bool:
+    """Of several cuts the last is the usual."""
+    return cut is None or cut == row.cuts[-1]
+
+
+def cases(which, quick=usual):
+    """A mark for tests over all cases of some rows; those that are not quick are among the slow tests."""
+    some = [(row, cut) for row, cut in CASES if which(row, cut)]
     return pytest.mark.parametrize(
         "row, cut",
-        [pytest.param(row, cut, marks=[pytest.mark.slow] if cut and cut != row.cuts[-1] else []) for row, cut in some],
+        [pytest.param(row, cut, marks=() if quick(row, cut) else pytest.mark.slow) for row, cut in some],
         ids=[f"{row.name}-{cut}" if cut else row.name for row, cut in some],
     )
 
 
-each = cases(lambda row: True)
+def of_each_kind(row, cut) -> bool:
+    return row.name in KINDS and usual(row, cut)
+
+
+each = cases(lambda row, cut: True)
+# As each is a program to compile: one of each kind of estimator, and the others among the slow tests.
+each_kind = cases(lambda row, cut: True, of_each_kind)
 
 
 def noisy(row) -> bool:
@@ -118,7 +132,7 @@ def weigh(model, chunk):
 
 
 @each
-@pytest.mark.parametrize("weights", [False, True], ids=["", "weighed"])
+@pytest.mark.parametrize("weights", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "weighed"])
 def test_promise(row, cut, weights):
     """Exact means equal to BPTT of the whole sequence in any chunks; unbiased means so in the mean over the noise.
 
@@ -159,7 +173,7 @@ def test_promise(row, cut, weights):
     np.testing.assert_allclose(again, losses, rtol=1e-12)
 
 
-@each
+@each_kind
 def test_across_chunks(row, cut):
     """Of an unbiased estimator the mean over all signs of all chunks, one step each; an exact one has no signs."""
     for hidden in (2, 1):  # the largest whose patterns can be enumerated
@@ -186,7 +200,7 @@ def test_across_chunks(row, cut):
     assert error(jax.tree.map(lambda leaf: leaf.mean(axis=0), found), want) < 1e-10
 
 
-@each
+@each_kind
 def test_gradient_of_the_head_is_exact(row, cut):
     model, params, chunk = setup()
     got, _, _ = run_quietly(row, cut, model, params, chunk)
@@ -216,7 +230,7 @@ def test_structures_are_stable(row, cut):
     assert losses.shape == (4, 1)
 
 
-@each
+@each_kind
 def test_size_of_the_state_is_constant(row, cut):
     """Whatever has passed and however long the chunks are: the promise of online learning."""
     model, params, chunk = setup(length=40)
@@ -233,7 +247,7 @@ def test_size_of_the_state_is_constant(row, cut):
         assert size(state) == size(begin)
 
 
-@each
+@each_kind
 def test_one_trace_per_shape(row, cut):
     """However often it is called, compiled by the caller or not."""
     plain = sg.cells.vanilla(1, 2)
@@ -256,7 +270,7 @@ def test_one_trace_per_shape(row, cut):
         assert len(traces) == traced
 
 
-@each
+@each_kind
 def test_float32_in_float32_out(row, cut):
     model, params, chunk = setup("vanilla", dtype=jnp.float32)
     est = make(row, cut, model)
@@ -268,7 +282,7 @@ def test_float32_in_float32_out(row, cut):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(grads))
 
 
-@each
+@each_kind
 @pytest.mark.parametrize("case", ["zero", "saturated", "tiny", "large"])
 def test_finite(row, cut, case):
     """At a zero state with zero parameters, with saturated units, and at the ends of float32's range."""
@@ -284,7 +298,7 @@ def test_finite(row, cut, case):
         assert np.all(np.isfinite(leaf))
 
 
-@each
+@each_kind
 def test_reset_begins_anew(row, cut):
     """An episode after a reset is that episode alone: nothing of the past is left in state, tangent or cotangent."""
     model, params, chunk = setup(length=5, reset=(2,))
@@ -314,7 +328,7 @@ def test_reset_begins_anew(row, cut):
     assert error(continued, est.update(params, two[1], later, noise)[0]) < 1e-12
 
 
-@each
+@each_kind
 def test_batched_is_the_mean_of_single_streams(row, cut):
     model, params, _ = setup()
     est = make(row, cut, model)
@@ -337,7 +351,7 @@ def test_batched_is_the_mean_of_single_streams(row, cut):
         assert error(grads, want) < 1e-12
 
 
-@each
+@each_kind
 def test_masked_targets_may_be_anything(row, cut):
     """Where the weight is 0: NaN, and numbers that the head would refuse. Loss, gradient and state do not change."""
     model, params, chunk = setup(length=6, reset=(3,))
@@ -351,7 +365,7 @@ def test_masked_targets_may_be_anything(row, cut):
     np.testing.assert_array_equal(np.asarray(bad[2].loss)[counts == 0], 0)
 
 
-@each
+@cases(lambda row, cut: True, lambda row, cut: of_each_kind(row, cut) and row.promise == "unbiased")
 def test_any_cell(row, cut):
     """Cells with several weight matrices, and without any."""
     for cell in ("gru", "stack", "nested"):
@@ -367,7 +381,10 @@ def test_any_cell(row, cut):
                 make(row, cut, model)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if noisy(row)], ids=lambda row: row.name)
+NOISY = [pytest.param(row, marks=() if row.name in KINDS else pytest.mark.slow) for row in ROWS if noisy(row)]
+
+
+@pytest.mark.parametrize("row", NOISY, ids=lambda row: row.name)
 def test_the_key_decides_the_noise(row):
     model, params, chunk = setup()
     est = make(row, None, model)

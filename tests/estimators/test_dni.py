@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 from tests.reference import estimators as oracle
-from tests.tools import error, made, make_chunk, make_model, make_params, one_sentence, run, split
+from tests.tools import error, few, made, make_chunk, make_model, make_params, one_sentence, run, split
 
 slow = pytest.mark.slow
 
@@ -33,10 +33,12 @@ def split_streams(chunk, sizes):
         yield jax.tree.map(lambda leaf, a=a, b=b: leaf[:, a:b], chunk)
 
 
-@pytest.mark.parametrize(
-    "cell", ["lstm", "nested", *(pytest.param(cell, marks=slow) for cell in ("vanilla", "gru", "stack"))]
-)
-@pytest.mark.parametrize("sizes", [(1, 2, 1, 3, 2), *(pytest.param(s, marks=slow) for s in ((4, 5), (1,) * 9))])
+SIZES = (1, 2, 1, 3, 2)
+STREAMS = [(cell, SIZES) for cell in ("lstm", "nested", "vanilla", "gru", "stack")]
+STREAMS += [("lstm", (4, 5)), ("nested", (1,) * 9)]
+
+
+@pytest.mark.parametrize("cell, sizes", few(STREAMS, ("lstm", SIZES)))
 def test_textbook(cell, sizes):
     """Gradients and what is learnt, chunk by chunk, with resets inside chunks and at their beginnings."""
     model = make_model(cell)

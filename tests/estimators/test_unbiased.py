@@ -4,6 +4,8 @@ Where coefficients depend on the noise (GIR) every pattern is enumerated; where 
 form of the noise, whose mean over the rows of a Hadamard matrix is that over all patterns.
 """
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from tests.tools import (
     bptt,
     cut_size,
     error,
+    few,
     make_chunk,
     make_model,
     make_params,
@@ -34,9 +37,13 @@ def assert_unbiased(est, model, chunk, patterns):
     assert error(mean_over(est, params, chunk, patterns), bptt(model, params, chunk)) < TOLERANCE
 
 
-@pytest.mark.parametrize("immediate", ["estimated", "exact"])
-@pytest.mark.parametrize("shaped", [False, True])
-@pytest.mark.parametrize("cut", ["state", "params", "preactivation"])
+IMMEDIATE = ("estimated", "exact")
+GIR = list(itertools.product(("state", "params", "preactivation"), (False, True), IMMEDIATE))
+
+
+@pytest.mark.parametrize(
+    "cut, shaped, immediate", few(GIR, ("preactivation", False, "estimated"), ("state", True, "exact"))
+)
 def test_uoro_gir(cut, shaped, immediate):
     """All patterns, GIR, every cut; one unit for the parameters' cut, whose size is theirs."""
     model = make_model("vanilla", n_hidden=1 if cut == "params" else 2)
@@ -47,9 +54,13 @@ def test_uoro_gir(cut, shaped, immediate):
     assert_unbiased(est, model, chunk, all_signs(len(chunk.targets), n))
 
 
-@pytest.mark.parametrize("immediate", ["estimated", "exact"])
-@pytest.mark.parametrize("rescale", [pytest.param("none", marks=pytest.mark.slow), "alpha"])
-@pytest.mark.parametrize("cell, cut", CELL_CUTS)
+# Every cell and cut, one way or the other; both, and without rescaling, at one of them.
+GIVEN = [(*pair, "alpha", IMMEDIATE[i % 2]) for i, pair in enumerate(CELL_CUTS)]
+GIVEN += [("lstm", "preactivation", *how) for how in itertools.product(("none", "alpha"), IMMEDIATE)]
+GIVEN = list(dict.fromkeys(GIVEN))
+
+
+@pytest.mark.parametrize("cell, cut, rescale, immediate", few(GIVEN, *GIVEN[5:7]))
 def test_uoro_given(cell, cut, rescale, immediate):
     """Rescaling that does not see the noise, with a random Q_0 that is not symmetric."""
     model = make_model(cell)
@@ -63,8 +74,8 @@ def test_the_few_patterns_have_the_mean_of_all():
     model = make_model("vanilla")
     params, chunk = make_params(model), make_chunk(model, 4)
     est = sg.uoro(model, noise="given", rescale=random_alpha(4), q0=random_q0(2))
-    few = mean_over(est, params, chunk, orthogonal_signs(4, 2))
-    assert error(mean_over(est, params, chunk, all_signs(4, 2)), few) < 1e-12
+    mean = mean_over(est, params, chunk, orthogonal_signs(4, 2))
+    assert error(mean_over(est, params, chunk, all_signs(4, 2)), mean) < 1e-12
 
 
 @pytest.mark.slow
@@ -77,8 +88,8 @@ def test_gated_cells_gir(cell, groups):
     assert_unbiased(est, model, make_chunk(model, 2), all_signs(2, 8))
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("immediate", ["estimated", "exact"])
+@pytest.mark.parametrize("groups", few([1, 2, 4], 2))
+@pytest.mark.parametrize("immediate", few(IMMEDIATE, "estimated"))
 def test_groups_gir(groups, immediate):
     model = make_model("vanilla", n_hidden=4)
     q0 = np.kron(np.eye(groups), random_q0(4 // groups)) if groups < 4 else np.array([1.0, 2.0, -0.5, 3.0])
@@ -93,9 +104,14 @@ def test_stacked_layers_gir():
     assert_unbiased(sg.uoro(model, noise="given"), model, make_chunk(model, 3), all_signs(3, 4))
 
 
-@pytest.mark.parametrize("immediate", ["estimated", "exact"])
-@pytest.mark.parametrize("rescale", [pytest.param("none", marks=pytest.mark.slow), "gir", "alpha"])
-@pytest.mark.parametrize("cell", ["vanilla", "lstm", "gru", "stack"])
+PREUORO = [(cell, "gir", immediate) for cell in ("vanilla", "lstm", "gru", "stack") for immediate in IMMEDIATE]
+PREUORO += [("vanilla", "none", "exact"), ("lstm", "alpha", "estimated"), ("gru", "none", "estimated")]
+PREUORO += [("stack", "alpha", "exact")]
+
+
+@pytest.mark.parametrize(
+    "cell, rescale, immediate", few(PREUORO, ("lstm", "gir", "estimated"), ("stack", "alpha", "exact"))
+)
 def test_preuoro(cell, rescale, immediate):
     model = make_model(cell)
     rescale = jnp.asarray(random_alpha(8)) if rescale == "alpha" else rescale
@@ -103,8 +119,11 @@ def test_preuoro(cell, rescale, immediate):
     assert_unbiased(est, model, make_chunk(model, 8, reset=(5,)), all_signs(8))
 
 
-@pytest.mark.parametrize("shaped", [False, True])
-@pytest.mark.parametrize("cell, cut", CELL_CUTS)
+SPATIAL = [(*pair, False) for pair in CELL_CUTS]
+SPATIAL += [("vanilla", "state", True), ("lstm", "params", True), ("gru", "preactivation", True)]
+
+
+@pytest.mark.parametrize("cell, cut, shaped", few(SPATIAL, ("gru", "preactivation", True)))
 def test_spatial_rtrl(cell, cut, shaped):
     model = make_model(cell)
     n = cut_size(model, cut)

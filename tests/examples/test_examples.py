@@ -75,6 +75,7 @@ def test_a_missing_library_is_one_sentence(name, monkeypatch):
         load(name)
 
 
+@pytest.mark.slow
 @orbax
 def test_stream_goes_on(capsys, tmp_path):
     """From the last checkpoint but one it comes to the same numbers, and to the same state, bit for bit."""
@@ -138,12 +139,14 @@ def test_characters_of_no_text(tmp_path):
             main([str(path)])
 
 
+@pytest.mark.slow
 def test_agent(capsys):
     lines = run(capsys, load("agent"), "--steps", "1914")
     assert form(lines) == form(promised("agent")[1])
     assert last(lines, r": ([\d.]+) of the turns") > 0.85
 
 
+@pytest.mark.slow
 def test_your_cell(capsys):
     """The trained module, called as Equinox calls it, recalls every bit."""
     library("equinox")

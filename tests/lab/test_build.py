@@ -26,6 +26,7 @@ def test_every_cell_can_be_stacked(cell, layers):
     assert shapes[0].shape == (4, 6 if cell in ("lru", "rtu") else 3)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_stack():
     model = make_model("lru", 2, 2, TASK)
     params = model.init(jax.random.key(0))
@@ -36,6 +37,7 @@ def test_gradients_of_a_stack():
     assert error(got, want) < 1e-10
 
 
+@pytest.mark.slow
 def test_compare_takes_a_cell_of_other_than_matrices(capsys, as_a_user):
     """Its theory is over matrices, and bounds the noise that is measured."""
     command = ["compare", "--cell", "lru", "--hidden", "2", "--length", "8", "--updates", "2", "--samples", "64"]

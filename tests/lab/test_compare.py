@@ -20,9 +20,10 @@ from streamgrad.lab.report.labels import shared_area
 from streamgrad.theory.predictions import find_prediction
 from tests import tools
 
+SHAPES = [("vanilla", "preactivation", True), ("gru", "preactivation", False), ("vanilla", "state", False)]
 
-@pytest.mark.parametrize("cell, cut, shaped", [("vanilla", "preactivation", True), ("gru", "preactivation", False),
-                                               ("vanilla", "state", False)])  # fmt: skip
+
+@pytest.mark.parametrize("cell, cut, shaped", tools.few(SHAPES, SHAPES[0]))
 def test_variance_of_spatial_rtrl_by_enumeration(cell, cut, shaped):
     model = tools.make_model(cell, n_hidden=1 if cell == "gru" else 2)
     params, length = tools.make_params(model), 3
@@ -37,9 +38,8 @@ def test_variance_of_spatial_rtrl_by_enumeration(cell, cut, shaped):
     np.testing.assert_allclose(got, flat.var(axis=0).sum(), rtol=1e-10)
 
 
-@pytest.fixture(scope="module")
-def rows():
-    """A network, and every estimator of it once, on chunks of 4 and 2 steps; besides, one that is wrong by a half."""
+def measured(*names):
+    """A network, and estimators of it, or all, on chunks of 4 and 2 steps; besides, one that is wrong by a half."""
     model = tools.make_model("vanilla", 1, 4)
     params, chunk = tools.make_params(model, seed=2), tools.make_chunk(model, 6, seed=2)
     pre = sg.preuoro(model)
@@ -49,13 +49,36 @@ def rows():
         return jax.tree.map(lambda leaf: 1.5 * leaf, grads), state, info
 
     off = Candidate("wrong", "unbiased", sg.GradientEstimator(pre.init, wrong))
-    everything = [*candidates_for(model, params, chunk), off]
-    found = compare(model, params, chunk, jax.random.key(3), 2048, 8, repeats=2, candidates=everything, chunk_length=4)
+    all_of_them = candidates_for(model, params, chunk, only=names or None)
+    them = [*(one for one in all_of_them if not names or one.name in names), off]
+    found = compare(model, params, chunk, jax.random.key(3), 2048, 8, repeats=2, candidates=them, chunk_length=4)
     return {row.name: row for row in found}, (model, params, chunk)
 
 
-def test_verdicts(rows):
+@pytest.fixture(scope="module")
+def rows():
+    return measured("rtrl", "bptt", "spatial_rtrl", "uoro", "preuoro")
+
+
+@pytest.fixture(scope="module")
+def all_rows():
+    return measured()
+
+
+def test_verdicts_and_predictions(rows):
     found, _ = rows
+    verdicts = {"rtrl": "exact", "bptt": "biased", "wrong": "biased"}
+    assert {name: row.verdict for name, row in found.items()} == verdicts | dict.fromkeys(
+        ("spatial_rtrl", "uoro", "preuoro"), "none seen"
+    )
+    exact, bound = found["spatial_rtrl"], found["preuoro"]
+    assert abs(exact.variance - exact.predicted) < 4 * exact.variance_error and not exact.predicted_is_bound
+    assert bound.predicted > bound.variance - 4 * bound.variance_error and bound.predicted_is_bound
+
+
+@pytest.mark.slow
+def test_all_verdicts(all_rows):
+    found, _ = all_rows
     assert found["rtrl"].verdict == "exact"
     assert found["ok"].verdict == "exact"  # its 4 terms hold the 4 steps before the last chunk
     for name in ("bptt", "tbptt window=3", "uoro inside=backprop shrink=auto", "wrong"):
@@ -65,9 +88,10 @@ def test_verdicts(rows):
             assert row.verdict == "none seen" and row.bias > 0, name
 
 
-def test_measured_is_what_the_theory_predicts(rows):
+@pytest.mark.slow
+def test_measured_is_what_the_theory_predicts(all_rows):
     """A sample of fixed seed; four standard errors are left by one correct row in 16,000, if the error were normal."""
-    found, _ = rows
+    found, _ = all_rows
     exact = [row for row in found.values() if row.predicted and not row.predicted_is_bound]
     assert {row.name for row in exact} == {"spatial_rtrl", "uoro optimal alpha", "uoro optimal alpha, Q_0"}
     for row in exact:
@@ -92,11 +116,15 @@ def test_blocks_are_compared_where_they_fill_the_chunk():
     params = tools.make_params(model)
     for chunk_length, blocks in ((4, ["tbptt window=8 every=4"]), (3, [])):
         chunk = tools.make_chunk(model, 8)
-        found = candidates_for(model, params, chunk, only=["tbptt"])
-        rows = compare(model, params, chunk, jax.random.key(0), candidates=found, repeats=1, chunk_length=chunk_length)
-        assert [row.name for row in rows] == ["tbptt window=3", "tbptt window=10", *blocks]
+        found = list(candidates_for(model, params, chunk, only=["tbptt"]))
+        assert [one.name for one in found] == ["tbptt window=3", "tbptt window=10", "tbptt window=8 every=4"]
+        rows = compare(
+            model, params, chunk, jax.random.key(0), candidates=found[2:], repeats=1, chunk_length=chunk_length
+        )
+        assert [row.name for row in rows] == blocks
 
 
+@pytest.mark.slow
 def test_batches_of_streams_measure_what_single_ones_do(rows):
     found, (model, params, chunk) = rows
     got = sg.variance.empirical(sg.uoro(model), params, chunk, jax.random.key(8), 4000, block=1000)
@@ -115,10 +143,13 @@ def test_costs(rows):
 TBPTT = ["tbptt window=10", "tbptt window=8 every=4", "tbptt window=3"]  # the further back, the less error
 
 
+COMMAND = ["compare", "--cell", "vanilla", "--hidden", "2", "--length", "12", "--updates", "2", "--samples", "32"]
+
+
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     table = tmp_path / "table.csv"
-    command = ["compare", "--cell", "vanilla", "--hidden", "2", "--length", "12", "--updates", "2", "--samples", "32"]
-    assert main([*command, "--estimators", "rtrl", "tbptt", "--csv", str(table)]) == 0
+    assert main([*COMMAND, "--estimators", "rtrl", "tbptt", "--csv", str(table)]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[0] == "A stream of 12 steps in one chunk; B = 8 streams."
@@ -127,11 +158,14 @@ def test_command(tmp_path, capsys):
     assert max(map(len, out.splitlines())) <= 80
     with table.open(newline="") as file:
         assert [row["name"] for row in csv.DictReader(file)] == ["rtrl", *TBPTT]
-    assert main([*command, "--estimators", "tbptt", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["name"] == TBPTT[0]
+    assert main([*COMMAND, "--estimators", "rtrl", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "rtrl"
+
+
+def test_wrong_choices_are_answered(capsys):
     assert main(["compare", "--estimators", "rtlr"]) == 2
     assert "'rtlr'" in capsys.readouterr().err
-    assert main([*command, "--hidden", "0"]) == 2
+    assert main([*COMMAND, "--hidden", "0"]) == 2
     assert "hidden must be a whole number" in capsys.readouterr().err
 
 
@@ -180,6 +214,7 @@ def test_the_squared_error_is_that_of_the_mean_over_streams(rows):
             assert row.squared_bias < 4 * row.squared_bias_noise + 1e-12, row.name
 
 
+@pytest.mark.slow
 def test_a_bias_hides_no_noise(rows):
     """The standard error of the variance of an estimator that is noisy and far off, and of one with few samples."""
     found, (model, params, chunk) = rows
@@ -203,13 +238,19 @@ def test_ranks_tell_noise_from_difference(rows):
     table = [base._replace(name=name, squared_error=error) for name, error in errors.items()]
     assert ranks(table) == [2, 2, 4, 1]
     assert ranks([table[0]._replace(hindsight=True), table[2]]) == [None, 1]
+
+
+@pytest.mark.slow
+def test_ranks_of_all(all_rows):
+    found, _ = all_rows
     places = dict(zip(found, ranks(list(found.values())), strict=True))
     assert places["rtrl"] == 1 < places["bptt"] and places["uoro optimal alpha"] is None
     assert max(places["preuoro"], places["uoro groups=4"]) < places["uoro"]
 
 
-def test_carry_is_measured_with_what_it_has_learnt(rows, monkeypatch):
-    found, (model, params, chunk) = rows
+@pytest.mark.slow
+def test_carry_is_measured_with_what_it_has_learnt(all_rows, monkeypatch):
+    found, (model, params, chunk) = all_rows
     assert found["uoro carried"].verdict == "none seen"
     # Without a past it is GIR with the identity, and says so.
     monkeypatch.setattr("streamgrad.lab.programs.WARM_UP", 6)
@@ -227,9 +268,10 @@ def test_time_limits_the_samples(rows):
     assert row.samples == 4 * 8 and row.squared_error_noise > 0
 
 
-def test_the_chunk_length_matters(rows):
+@pytest.mark.slow
+def test_the_chunk_length_matters(all_rows):
     """Truncated BPTT is biased where chunks are shorter than the stream, and exact where they are not."""
-    found, (model, params, chunk) = rows
+    found, (model, params, chunk) = all_rows
     exact = ravel_pytree(tools.bptt(model, params, chunk).cell)[0]
     parts = tools.run(sg.bptt(model), params, list(tools.split(chunk, (4, 2))))[0]
     want = jnp.sum((ravel_pytree(parts.cell)[0] - exact) ** 2) / jnp.sum(exact**2)
@@ -244,6 +286,7 @@ def test_the_chunk_length_matters(rows):
     assert [(row.verdict, row.chunk_length) for row in whole] == 3 * [("exact", 6)]
 
 
+@pytest.mark.slow
 def test_variance_across_chunks_is_what_the_theory_predicts(rows):
     """Without rescaling the theory is exact: four standard errors, for a sample of fixed seed."""
     _, (model, params, chunk) = rows
@@ -348,17 +391,26 @@ def test_command_draws_the_frontier(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["frontier.svg", "table.csv"]
 
 
+def check_figure(rows):
+    """No name covers another or leaves the axes."""
+    figure = draw_frontier(rows)
+    figure.draw_without_rendering()
+    for ax in figure.axes:
+        boxes = np.array([Text.get_window_extent(text).extents for text in ax.texts])  # without the lines to them
+        assert len(boxes) == sum(not row.hindsight for row in rows)
+        shared = shared_area(boxes, boxes)
+        assert np.all(shared[~np.eye(len(boxes), dtype=bool)] == 0)
+        np.testing.assert_allclose(shared_area(boxes, ax.bbox.extents[None])[:, 0], shared.diagonal())
+
+
 def test_the_figure_of_any_rows_can_be_drawn(rows, tmp_path):
-    """All of the fixture; only exact ones; only one. The PNG is one, and no name covers another or leaves the axes."""
-    found = list(rows[0].values())
-    write_frontier(tmp_path / "frontier.png", found)
+    """Several; only exact ones; only one. The PNG is one."""
+    write_frontier(tmp_path / "frontier.png", [rows[0]["uoro"]])
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
-    for some in (found, [rows[0]["rtrl"]], [rows[0]["uoro"]]):
-        figure = draw_frontier(some)
-        figure.draw_without_rendering()
-        for ax in figure.axes:
-            boxes = np.array([Text.get_window_extent(text).extents for text in ax.texts])  # without the lines to them
-            assert len(boxes) == sum(not row.hindsight for row in some)
-            shared = shared_area(boxes, boxes)
-            assert np.all(shared[~np.eye(len(boxes), dtype=bool)] == 0)
-            np.testing.assert_allclose(shared_area(boxes, ax.bbox.extents[None])[:, 0], shared.diagonal())
+    for some in (list(rows[0].values()), [rows[0]["rtrl"]], [rows[0]["uoro"]]):
+        check_figure(some)
+
+
+@pytest.mark.slow
+def test_the_figure_of_all_rows_can_be_drawn(all_rows):
+    check_figure(list(all_rows[0].values()))

@@ -59,6 +59,7 @@ def test_no_b_yet_is_the_identity():
     np.testing.assert_allclose(q0 @ inverse, np.eye(3), atol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", ["optimal", "gir"])
 def test_estimator_is_uoro_with_the_q0_of_past_episodes(alpha):
     """Gradient, theory, measurement and the average of B of the second update, each by the slow way."""
@@ -222,6 +223,7 @@ def test_variance_runs_resumes_and_reports(tmp_path):
     assert [claim.holds for part in parts for claim in part.claims] == [None] * 6
 
 
+@pytest.mark.slow
 def test_ablation_runs_from_the_command_line(tmp_path, capsys):
     """One setting after the other, as a machine with little time and without orbax would."""
     options = ["reproduce", "ablation", "--preset", "smoke", "--out", str(tmp_path), "--no-checkpoints"]
@@ -241,6 +243,7 @@ def test_ablation_runs_from_the_command_line(tmp_path, capsys):
     assert "settings must be among neither, spatial" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tune_leaves_out_what_is_finished(tmp_path):
     config = dataclasses.replace(tune.PRESETS["smoke"], settings=variance.SETTINGS[3:])
     part = dataclasses.replace(config, learning_rates=config.learning_rates[:1])

@@ -124,8 +124,7 @@ def test_a_command_that_is_still_being_imported_ends(moment):
 
 
 COMMANDS = {
-    "uoro": ["train", "X", "--task", "queue", "--cell", "gru", "--hidden", "8", "--updates", "1000000"],
-    "rtrl": ["train", "X", "--task", "queue", "--hidden", "8", "--estimator", "rtrl", "--updates", "1000000"],
+    "train": ["train", "X", "--task", "queue", "--cell", "gru", "--hidden", "8", "--updates", "1000000"],
     "reproduce": ["reproduce", "--preset", "laptop", "--out", "X"],
     "compare": ["compare", "--task", "queue"],
 }
@@ -148,5 +147,5 @@ def test_commands_end_at_random_moments(name, tmp_path):
         assert "stopped" in error and not re.search("Traceback|Exception|Error", error), error
         if found := re.search(r"goes on from update (\d+)\.", error):
             assert int(found[1]) == steps(folder / "checkpoint")[-1]
-        elif name in ("uoro", "rtrl"):
+        elif name == "train":
             assert not steps(folder / "checkpoint")

@@ -1,5 +1,7 @@
 """Greedy rescaling (Appendix D) and NoBackTrack's Q_t: unbiased by enumeration, and equal to a textbook loop."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,8 @@ from tests.tools import (
     bptt,
     cut_size,
     error,
+    few,
+    made,
     make_chunk,
     make_model,
     make_params,
@@ -30,9 +34,12 @@ def assert_unbiased(est, model, chunk, patterns, params=None):
     assert error(mean_over(est, params, chunk, patterns), bptt(model, params, chunk)) < TOLERANCE
 
 
-@pytest.mark.parametrize("immediate", ["estimated", "exact"])
-@pytest.mark.parametrize("decay", [0.0, 0.9])
-@pytest.mark.parametrize("cut", ["preactivation", "state"])
+HOW = list(itertools.product(("preactivation", "state"), (0.0, 0.9), ("estimated", "exact")))
+
+
+@pytest.mark.parametrize(
+    "cut, decay, immediate", few(HOW, ("preactivation", 0.9, "estimated"), ("state", 0.0, "exact"))
+)
 def test_greedy_is_unbiased(cut, decay, immediate):
     """All patterns, a Q_0 that is not symmetric, and a reset."""
     model = make_model("vanilla")
@@ -41,14 +48,14 @@ def test_greedy_is_unbiased(cut, decay, immediate):
     assert_unbiased(est, model, make_chunk(model, 5, reset=(3,)), all_signs(5, 2))
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("groups", few([1, 2, 4], 2))
 def test_greedy_is_unbiased_in_groups(groups):
     model = make_model("vanilla", n_hidden=4)
     est = sg.uoro(model, noise="given", rescale="greedy", groups=groups, q0=np.array([1.0, 2.0, -0.5, 3.0]))
     assert_unbiased(est, model, make_chunk(model, 3), all_signs(3, 4))
 
 
-@pytest.mark.parametrize("cell", ["lstm", "stack"])
+@pytest.mark.parametrize("cell", few(["lstm", "stack"], "stack"))
 def test_greedy_preuoro_is_unbiased(cell):
     model = make_model(cell)
     est = sg.preuoro(model, noise="given", rescale="greedy")
@@ -68,7 +75,7 @@ def without_loss(model, length, steps):
     return model, chunk._replace(targets=jnp.concatenate([chunk.targets, weight[:, None]], axis=1))
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.9])
+@pytest.mark.parametrize("decay", few([0.0, 0.9], 0.9))
 @pytest.mark.parametrize("steps", [(0, 1, 2, 3), (2,)])
 def test_steps_without_a_loss_are_kept(steps, decay):
     """What no loss sees yet is not lost: later losses see it."""
@@ -86,8 +93,8 @@ def test_unbiased_where_units_are_saturated():
         assert_unbiased(est, model, make_chunk(model, 4), all_signs(4, 2), params)
 
 
-@pytest.mark.parametrize("make", [sg.uoro, sg.preuoro, sg.nobacktrack])
-@pytest.mark.parametrize("factor", [0.0, 1e4, *(pytest.param(x, marks=pytest.mark.slow) for x in (1e-18, 30.0))])
+@pytest.mark.parametrize("factor", [0.0, 1e4, 1e-18, 30.0])
+@pytest.mark.parametrize("make", few([sg.uoro, sg.preuoro, sg.nobacktrack], sg.uoro))
 def test_greedy_is_finite(make, factor):
     model = make_model("lstm")
     params, chunk = make_params(model, dtype=jnp.float32), make_chunk(model, 6, dtype=jnp.float32)
@@ -96,14 +103,14 @@ def test_greedy_is_finite(make, factor):
         chunk = chunk._replace(inputs=jnp.zeros_like(chunk.inputs))
     for target in (1.0, 1e-25, 1e18):
         here = chunk._replace(targets=jnp.float32(target) * chunk.targets)
-        result = run(make(model, rescale="greedy"), params, split(here, (2, 4)), jax.random.key(0))
+        result = run(made(make, model, rescale="greedy"), params, split(here, (2, 4)), jax.random.key(0))
         for leaf in jax.tree.leaves((result[0].cell, result[2])):
             assert leaf.dtype in (jnp.float32, jnp.int32)
             assert np.all(np.isfinite(leaf))
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.9])
-@pytest.mark.parametrize("cell, cut", [("vanilla", "preactivation"), ("lstm", "state")])
+@pytest.mark.parametrize("decay", few([0.0, 0.9], 0.9))
+@pytest.mark.parametrize("cell, cut", few([("vanilla", "preactivation"), ("lstm", "state")], ("lstm", "state")))
 def test_greedy_is_the_textbook_loop(cell, cut, decay):
     model = make_model(cell)
     params, chunk, n = make_params(model), make_chunk(model, 6, reset=(4,)), cut_size(model, cut)
@@ -126,14 +133,14 @@ def test_beta_is_that_of_the_theory():
     np.testing.assert_allclose(info.diagnostics["beta"], want, rtol=1e-10)
 
 
-@pytest.mark.parametrize("rescale", ["gir", "none", "greedy"])
+@pytest.mark.parametrize("rescale", few(["gir", "none", "greedy"], "gir"))
 def test_nobacktrack_is_unbiased(rescale):
     model = make_model("vanilla")
     est = sg.nobacktrack(model, noise="given", rescale=rescale)
     assert_unbiased(est, model, make_chunk(model, 5, reset=(3,)), all_signs(5, 2))
 
 
-@pytest.mark.parametrize("cell", ["lstm", "nested"])
+@pytest.mark.parametrize("cell", few(["lstm", "nested"], "lstm"))
 def test_nobacktrack_is_the_textbook_loop(cell):
     model = make_model(cell)
     params, chunk, n = make_params(model), make_chunk(model, 5, reset=(3,)), cut_size(model, "state")

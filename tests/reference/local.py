@@ -4,6 +4,8 @@ Nothing here asks the library where a derivative is zero: patterns are read off 
 are drawn at random.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,9 @@ from jax.flatten_util import ravel_pytree
 import streamgrad as sg
 from streamgrad.engine.feedback import random_weights
 from tests.reference.unrolled import jacobians, resets
+from tests.tools import made
+
+HEAD = sg.heads.squared_error(2)  # one for all, so that Jacobians of a cell are compiled once
 
 
 def immediate(model, params, chunk):
@@ -37,7 +42,7 @@ def mask_of(model, order):
     mask = 0.0
     for seed in range(4):
         params, chunk = anywhere(model, seed)
-        steps = jacobians(sg.Model(model.cell, sg.heads.squared_error(2)), params, chunk, "state")
+        steps = jacobians(sg.Model(model.cell, HEAD), params, chunk, "state")
         for first in range(len(steps) - order + 1):
             M = 0 * steps[0]["pull"]
             for s in steps[first : first + order]:
@@ -49,13 +54,26 @@ def mask_of(model, order):
 
 def mutual(model):
     """Which pairs of units feed each other, and no third, while the features of all weights stand still."""
-    once, model = 0.0, sg.Model(model.cell, sg.heads.squared_error(2))
+    once, model = 0.0, sg.Model(model.cell, HEAD)
     for seed in range(4):
         params, chunk = anywhere(model, seed)
         once = np.maximum(once, np.max([np.abs(d) > 1e-12 for d in still_jacobians(model, params, chunk)], axis=0))
     ever = np.linalg.matrix_power(once + np.eye(len(once)), len(once)) > 0
     each_other = (ever & ever.T).astype(float)
     return each_other * (each_other.sum(axis=1, keepdims=True) == 2)
+
+
+@functools.cache
+def jacobian_of(function, place):
+    """The Jacobian of a function with respect to its argument at that place, as a matrix; compiled once."""
+
+    @jax.jit
+    def at(*arguments):
+        before, (own, *after) = arguments[:place], arguments[place:]
+        flat, unravel = ravel_pytree(own)
+        return jax.jacobian(lambda flat: ravel_pytree(function(*before, unravel(flat), *after))[0])(flat)
+
+    return at
 
 
 def still_jacobians(model, params, chunk):
@@ -69,16 +87,15 @@ def still_jacobians(model, params, chunk):
     before, _ = states_before(model, params, chunk)
     into, found = model.cell.cuts["preactivation"].into, []
     for t, s in enumerate(pushes):
-        h, unravel = ravel_pytree(before[t])
         x = jax.tree.map(lambda leaf, t=t: leaf[t], chunk.inputs)
-        dz_dh = jax.jacobian(lambda h, x=x, u=unravel: ravel_pytree(into(params.cell, u(h), x))[0])(h)
+        dz_dh = jacobian_of(into, 1)(params.cell, before[t], x)
         found.append(s["propagate"] - s["push"] @ np.asarray(dz_dh))
     return found
 
 
 def snap(model, params, chunk, order=1):
     """M_t = mask ⊙ ((dh_t/dh_{t-1}) M_{t-1} + dh_t/dθ_t); dL/dθ = Σ_t (dL_t/dh_t) M_t (Menick et al., Section 3)."""
-    mask = mask_of(model, order)
+    mask = made(mask_of, model, order=order)
     total = M = 0.0
     for s in jacobians(model, params, chunk, "state"):
         past = 0.0 if s["reset"] or np.isscalar(M) else s["propagate"] @ M
@@ -88,10 +105,10 @@ def snap(model, params, chunk, order=1):
 
 
 def states_before(model, params, chunk):
-    state, found = model.init_state(params), []
+    state, found, step = model.init_state(params), [], jax.jit(model.cell.step)
     for t, reset in enumerate(resets(chunk)):
         found.append(model.init_state(params) if reset else state)
-        state = model.cell.step(params.cell, found[-1], jax.tree.map(lambda leaf, t=t: leaf[t], chunk.inputs))
+        state = step(params.cell, found[-1], jax.tree.map(lambda leaf, t=t: leaf[t], chunk.inputs))
     return found, state
 
 
@@ -101,11 +118,10 @@ def feedback_signals(model, params, chunk, steps, feedback, seed):
         return [s["dl_dh"] for s in steps]
     b = np.asarray(random_weights(seed, params.head["w"].shape, params.head["w"].dtype))
     before, _ = states_before(model, params, chunk)
-    found = []
+    found, step = [], jax.jit(model.cell.step)
     for t, s in enumerate(steps):
         x = jax.tree.map(lambda leaf, t=t: leaf[t], chunk.inputs)
-        h, unravel = ravel_pytree(model.cell.step(params.cell, before[t], x))
-        dy_dh = jax.jacobian(lambda h, u=unravel: model.cell.output(u(h)))(h)
+        dy_dh = jacobian_of(model.cell.output, 0)(step(params.cell, before[t], x))
         found.append(np.asarray(s["dl_dhead"]["b"]) @ b @ np.asarray(dy_dh))
     return found
 
@@ -144,19 +160,20 @@ def local_rtrl(model, params, chunk):
     if not layers:
         layers, theta = (model.cell,), (theta,)
     before, _ = states_before(model, params, chunk)
+    at = jax.jit(lambda *now: layers_at(model, layers, *now))
     influence = totals = [0.0] * len(layers)
     for t, reset in enumerate(resets(chunk)):
         x, target = jax.tree.map(lambda leaf, t=t: leaf[t], (chunk.inputs, chunk.targets))
         old = before[t] if model.cell.layers else (before[t],)
-        found = layers_at(model, params.head, layers, theta, old, x, target)
+        found = jax.tree.map(np.asarray, at(params.head, theta, old, x, target))
         past = [0.0 if reset or np.isscalar(M) else d @ M for (d, _, _), M in zip(found, influence, strict=True)]
         influence = [p + j for (_, j, _), p in zip(found, past, strict=True)]
         totals = [g + delta @ M for (_, _, delta), M, g in zip(found, influence, totals, strict=True)]
-    grads = [ravel_pytree(w)[1](g) for w, g in zip(theta, totals, strict=True)]
+    grads = [ravel_pytree(w)[1](jnp.asarray(g)) for w, g in zip(theta, totals, strict=True)]
     return tuple(grads) if model.cell.layers else grads[0]
 
 
-def layers_at(model, head, layers, theta, old, x, target):
+def layers_at(model, layers, head, theta, old, x, target):
     """Of each layer dh^l/dh^l, dh^l/dθ_l and δ^l, at one step."""
     new, given = [], []
     for layer, w, h in zip(layers, theta, old, strict=True):

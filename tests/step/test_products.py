@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from streamgrad.step.products import find_products
+from tests.tools import few
 
 KEY = jax.random.key(0)
 
@@ -64,7 +65,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, "reset gate", "tied", "inside a scan"))
 def test_the_step_and_its_gradient(case):
     """Over matrices it is the same step, and gradients of the matrices go back to those of `jax.grad`."""
     step, params, size, width, shapes = CASES[case]

@@ -9,7 +9,7 @@ from jax.flatten_util import ravel_pytree
 import streamgrad as sg
 from streamgrad.step.reach import Pattern, find_reach
 from streamgrad.step.sparsity import feature_pattern, find_pattern
-from tests.tools import bptt, error, make_chunk, make_params, run, split
+from tests.tools import bptt, error, few, make_chunk, make_params, run, split
 
 MASK = np.array([[1, 0, 0, 1], [0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]], float)
 
@@ -110,7 +110,7 @@ def somewhere(model):
     return found
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", few(CELLS, "gru", "lru", "masked", "columns", "odd"))
 def test_pattern_is_where_derivatives_are(name):
     pattern = find_pattern(MODELS[name])
     state, cut = somewhere(MODELS[name])
@@ -120,12 +120,12 @@ def test_pattern_is_where_derivatives_are(name):
         np.testing.assert_array_equal(pattern.cut, cut)
 
 
-@pytest.mark.parametrize("name", ["masked", "columns", "odd", "stack", "padded"])
+@pytest.mark.parametrize("name", few(["masked", "columns", "odd", "stack", "padded"], "columns"))
 def test_rtrl_in_that_shape_is_exact(name):
     model = MODELS[name]
     params, chunk = make_params(model), make_chunk(model, 9, reset=(4,))
     est = sg.rtrl(model)
-    got = run(est, params, split(chunk, (2, 4, 3)))[0]
+    got = run(est, params, split(chunk, (3, 3, 3)))[0]
     assert error(got, bptt(model, params, chunk)) < 1e-10
     if name == "columns":
         assert {leaf.shape[0] for leaf in jax.tree.leaves(est.init(params).memory)} == {4}

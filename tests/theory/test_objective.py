@@ -40,17 +40,17 @@ def blocks_q0(model, groups, seed=1):
     return np.where(index[:, None] == index[None, :], tools.random_q0(layout.size, seed), 0), index
 
 
-@pytest.mark.parametrize(
-    ("cell", "cut", "reset", "block"),
-    [
-        ("vanilla", "preactivation", None, None),
-        ("lstm", "preactivation", (2,), 2),
-        ("gru", "preactivation", None, 2),
-        ("stack", "preactivation", (2,), 3),
-        ("lstm", "state", None, 2),
-        ("stack", "state", (2,), None),
-    ],
-)
+COLLECTED = [
+    ("lstm", "preactivation", (2,), 2),
+    ("stack", "state", (2,), None),
+    ("vanilla", "preactivation", None, None),
+    ("gru", "preactivation", None, 2),
+    ("stack", "preactivation", (2,), 3),
+    ("lstm", "state", None, 2),
+]
+
+
+@pytest.mark.parametrize(("cell", "cut", "reset", "block"), tools.few(COLLECTED, COLLECTED[0]))
 def test_collect_is_the_definition(cell, cut, reset, block):
     model = tools.make_model(cell, 1, 2)
     params = tools.make_params(model)
@@ -81,8 +81,8 @@ def check_against_enumeration(est, params, chunk, patterns, theory):
     return np.trace(want)
 
 
-@pytest.mark.parametrize(("groups", "reset"), [(1, None), (2, None), (4, None), (2, (2,))])
-@pytest.mark.parametrize("cell", ["vanilla", "lstm", "gru"])
+@pytest.mark.parametrize(("groups", "reset"), tools.few([(1, None), (2, None), (4, None), (2, (2,))], (2, (2,))))
+@pytest.mark.parametrize("cell", tools.few(SIZES, "vanilla", "gru"))
 def test_enumeration_equals_theory(cell, groups, reset):
     model, params, chunk, ep = case(cell, reset)
     q0, index = blocks_q0(model, groups)
@@ -99,7 +99,7 @@ def test_enumeration_equals_theory(cell, groups, reset):
     check_against_enumeration(est, params, chunk, tools.all_signs(LENGTH, ep.size), theory)
 
 
-@pytest.mark.parametrize("cell", ["vanilla", "lstm", "gru"])
+@pytest.mark.parametrize("cell", tools.few(SIZES, "lstm"))
 def test_enumeration_equals_theory_for_one_full_matrix(cell):
     model, params, chunk, ep = case(cell)
     q0, alpha = tools.random_q0(ep.size), tools.random_alpha(LENGTH)
@@ -113,7 +113,7 @@ def test_enumeration_equals_theory_for_one_full_matrix(cell):
     assert abs(sg.variance.total_variance(ep, alpha, q0.T, kurtosis=-2.0) / total - 1) > 1e-3
 
 
-@pytest.mark.parametrize("cell", ["vanilla", "lstm", "gru"])
+@pytest.mark.parametrize("cell", tools.few(SIZES, "lstm"))
 def test_enumeration_equals_theory_at_the_state_cut(cell):
     model, params, chunk, ep = case(cell, cut="state")
     q0, alpha = tools.random_q0(ep.size), tools.random_alpha(LENGTH)
@@ -125,9 +125,10 @@ def test_enumeration_equals_theory_at_the_state_cut(cell):
     check_against_enumeration(est, params, chunk, tools.all_signs(LENGTH, ep.size), theory)
 
 
-@pytest.mark.parametrize(
-    ("cell", "reset"), [("vanilla", None), ("lstm", (3, 6)), ("gru", None), ("gru", (3, 6)), ("stack", None)]
-)
+PREUORO = [("lstm", (3, 6)), ("vanilla", None), ("gru", None), ("gru", (3, 6)), ("stack", None)]
+
+
+@pytest.mark.parametrize(("cell", "reset"), tools.few(PREUORO, PREUORO[0]))
 def test_enumeration_equals_theory_for_preuoro(cell, reset):
     length = 8
     model = tools.make_model(cell, 1, 2)
@@ -151,7 +152,7 @@ def test_enumeration_equals_theory_for_preuoro(cell, reset):
 
 
 @pytest.mark.parametrize("cut", ["preactivation", "state"])
-@pytest.mark.parametrize(("reset", "kurtosis"), [(None, 0.0), ((2,), 1.3)])
+@pytest.mark.parametrize(("reset", "kurtosis"), tools.few([(None, 0.0), ((2,), 1.3)], ((2,), 1.3)))
 def test_textbook_equations(cut, reset, kurtosis):
     model, params, chunk, ep = case("lstm", reset, cut)
     q0, alpha = tools.random_q0(ep.size), tools.random_alpha(LENGTH)
@@ -164,9 +165,10 @@ def test_textbook_equations(cut, reset, kurtosis):
     assert abs(sg.variance.v(ep, alpha, q0) / textbook.v(b, jac, alpha, q0, ep.episode) - 1) < 1e-10
 
 
-@pytest.mark.parametrize(
-    ("cell", "groups"), [("vanilla", 1), ("vanilla", 4), ("lstm", 1), ("lstm", 2), ("gru", 1), ("gru", 4)]
-)
+GROUPS = [("lstm", 2), ("vanilla", 1), ("vanilla", 4), ("lstm", 1), ("gru", 1), ("gru", 4)]
+
+
+@pytest.mark.parametrize(("cell", "groups"), tools.few(GROUPS, GROUPS[0]))
 def test_v_by_definition_through_c_and_through_b(cell, groups):
     model, params, chunk, ep = case(cell)
     q0, index = blocks_q0(model, groups)
@@ -211,8 +213,10 @@ def test_batched_under_vmap_and_jit():
         return sg.variance.total_variance(ep), sg.variance.b_matrix(ep), ep.b
 
     got = jax.jit(jax.vmap(analyse))(together)
+    assert tools.error(jax.tree.map(lambda leaf: leaf[0], got), analyse(chunks[0])) < 1e-12  # compiled or not
+    alone = jax.jit(analyse)
     for i, chunk in enumerate(chunks):
-        assert tools.error(jax.tree.map(lambda leaf, i=i: leaf[i], got), analyse(chunk)) < 1e-12
+        assert tools.error(jax.tree.map(lambda leaf, i=i: leaf[i], got), alone(chunk)) < 1e-12
 
 
 def test_errors_are_one_sentence():
