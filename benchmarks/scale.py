@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 ESTIMATORS = ("bptt", "rtrl", "uoro")
 Rows = list[dict[str, Any]]
 SIZES = (10**3, 10**4, 10**5, 10**6, 10**7)
-ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 
 
 def model_of(hidden: int) -> sg.Model:
