@@ -69,8 +69,8 @@ def sharded(
       >>> est = sg.sharded(sg.rtrl(model), 4, jax.make_mesh((1,), ("streams",)))
       >>> chunk = sg.Chunk(jnp.ones((4, 5, 2)), jnp.zeros((4, 5), int))
       >>> grads, state, info = est.update(params, est.init(params), chunk, None)
-      >>> state.cell.sharding.spec
-      PartitionSpec('streams',)
+      >>> state.cell.shape, len(state.cell.sharding.device_set)
+      ((4, 3), 1)
     """
     check_estimator(est)
     check_size(batch_size=batch_size)

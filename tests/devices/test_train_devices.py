@@ -96,6 +96,7 @@ def test_a_process_that_is_killed_ends_the_run_which_goes_on(tmp_path, dead):
     assert same(broken, alone)
 
 
+@pytest.mark.slow
 def test_errors_are_one_sentence(tmp_path):
     for options, words in (
         (("--devices", "3"), "4 streams cannot be spread evenly over the 3 devices"),
