@@ -52,7 +52,7 @@ test: lint types unit
 # often it is traced, dtypes and batches; cells, with those of other libraries; training.
 CONFORM := test_promise test_structures_are_stable test_one_trace_per_shape test_float32_in_float32_out \
 	test_batched_is_the_mean_of_single_streams
-SHORT := tests/base/test_imports.py tests/cells tests/docs/test_readme.py \
+SHORT := tests/base/test_imports.py tests/devices/test_sharded.py tests/cells tests/docs/test_readme.py \
 	$(CONFORM:%=tests/estimators/test_conformance.py::%) \
 	tests/estimators/test_exact.py::test_rtrl_is_the_textbook tests/estimators/test_unbiased.py::test_uoro_gir \
 	tests/theory/test_objective.py::test_textbook_equations tests/lab/test_train.py::test_files_of_a_run \

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import streamgrad as sg
-from streamgrad.lab.tables import write_rows
+from streamgrad.lab.tables import read_rows, write_rows
 
 RESULTS = Path(__file__).parent / "results"
 ESTIMATORS = ("bptt", "rtrl", "uoro")
@@ -60,33 +60,32 @@ def in_turns(calls: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, flo
     return {name: float(np.median(found)) for name, found in times.items()}
 
 
-def update_of(make: Callable, model: sg.Model, mesh: Mesh, streams: int, steps: int) -> Callable[[], Any]:
+def update_of(make: Callable, options: argparse.Namespace, mesh: Mesh) -> Callable[[], Any]:
     """One update of so many streams on each device, from a running state."""
-    params = jax.device_put(model.init(jax.random.key(0)), NamedSharding(mesh, P()))
-    count = streams * mesh.size
+    model = model_of(options.hidden)
+    count = options.streams * mesh.size
     est = sg.sharded(make(model), count, mesh)
     rng = np.random.default_rng(0)
-    inputs = rng.normal(size=(count, steps, 32)).astype(np.float32)
-    targets = rng.integers(0, 10, size=(count, steps))
-    chunk = jax.device_put(sg.Chunk(inputs, targets), NamedSharding(mesh, P("streams")))
-    keys = jax.device_put(jax.random.split(jax.random.key(1), count), NamedSharding(mesh, P("streams")))
-    state = est.update(params, est.init(params), chunk, keys)[1]
-    return lambda: est.update(params, state, chunk, keys)
+    inputs = rng.normal(size=(count, options.steps, 32)).astype(np.float32)
+    targets = rng.integers(0, 10, size=(count, options.steps))
+    over = NamedSharding(mesh, P("streams"))
+    chunk = jax.tree.map(
+        lambda leaf: jax.make_array_from_callback(leaf.shape, over, lambda index: leaf[index]),
+        sg.Chunk(inputs, targets),
+    )
+    params = model.init(jax.random.key(0))
+    _, state, _ = est.update(params, est.init(params), chunk, jax.random.key(1))
+    return lambda: est.update(params, state, chunk, jax.random.key(1))
 
 
-def weak_scaling(hidden: int, streams: int, steps: int, repeats: int) -> Rows:
-    """Rows of time against devices, with the same streams on each."""
-    model = model_of(hidden)
-    counts = [n for n in (1, 2, 4, 8) if n <= len(jax.devices())]
+def weak_scaling(options: argparse.Namespace, counts: Sequence[int]) -> Rows:
+    """Rows of time against devices, with the same streams on each; of several processes, on all of theirs."""
     rows = []
     for name in ESTIMATORS:
-        calls = {n: update_of(getattr(sg, name), model, mesh_of(n), streams, steps) for n in counts}
-        times = in_turns(calls, repeats)
-        for n in counts:
-            row = {"estimator": name, "devices": n, "streams": n * streams, "ms": 1e3 * times[n]}
-            rows.append(row | {"kept": times[1] / times[n]})
-            kept = times[1] / times[n]
-            print(f"{name:5s} {n} devices, {n * streams:3d} streams: {row['ms']:8.2f} ms, kept {kept:.2f}")
+        times = in_turns({n: update_of(getattr(sg, name), options, mesh_of(n)) for n in counts}, options.repeats)
+        for n, seconds in times.items():
+            row = {"estimator": name, "processes": jax.process_count(), "devices": n, "streams": n * options.streams}
+            rows.append(row | {"ms": 1e3 * seconds})
     return rows
 
 
@@ -134,19 +133,25 @@ def main() -> None:
         address, number, rank = options.join.split(",")
         jax.config.update("jax_num_cpu_devices", 1)
         jax.distributed.initialize(address, int(number), int(rank))
-        found = all_reduces(options.repeats)
+        found, times = all_reduces(options.repeats), weak_scaling(options, [len(jax.devices())])
         if rank == "0":
             write_rows(options.out / "scale_allreduce_processes.csv", found)
+            write_rows(options.out / "scale_processes.csv", times)
         jax.distributed.shutdown()
         return
     jax.config.update("jax_num_cpu_devices", os.cpu_count())
-    times = weak_scaling(options.hidden, options.streams, options.steps, options.repeats)
-    write_rows(options.out / "scale.csv", times)
+    times = weak_scaling(options, [n for n in (1, 2, 4, 8) if n <= len(jax.devices())])
     found = all_reduces(options.repeats) if len(jax.devices()) > 1 else []
     write_rows(options.out / "scale_allreduce.csv", found)
     groups = [found] if found else []
     if options.processes > 1:
         groups.append(between_processes(options))
+        times += read_rows(options.out / "scale_processes.csv")
+    write_rows(options.out / "scale.csv", times)
+    for row in times:
+        what = f"{row['processes']:.0f} processes, {row['devices']:.0f} devices, {row['streams']:.0f} streams"
+        kept = alone(times, row["estimator"]) / row["ms"]
+        print(f"{row['estimator']:5s} {what}: {row['ms']:8.2f} ms, kept {kept:.2f}")
     for rows in groups:
         for row in rows:
             what = f"{row['numbers']:8.0f} float32, {row['devices']:.0f} devices, {row['where']}"
@@ -157,6 +162,11 @@ def main() -> None:
         write_rows(options.out / "scale_predicted.csv", predictions(times, groups[-1], options))
 
 
+def alone(times: Rows, estimator: str) -> float:
+    """The time of one device, in ms."""
+    return next(row["ms"] for row in times if (row["estimator"], row["devices"]) == (estimator, 1))
+
+
 def predictions(times: Rows, reduced: Rows, options: argparse.Namespace) -> Rows:
     """What the model says of more devices, with the constants that were measured, or those of the command line."""
     latency, bandwidth = fit(reduced)
@@ -165,7 +175,7 @@ def predictions(times: Rows, reduced: Rows, options: argparse.Namespace) -> Rows
     numbers = sum(leaf.size for leaf in jax.tree.leaves(params))
     rows = []
     for name in ESTIMATORS:
-        compute = next(row["ms"] for row in times if (row["estimator"], row["devices"]) == (name, 1))
+        compute = alone(times, name)
         for devices in (1, 8, 64, 1024):
             ms = compute + 1e3 * all_reduce_model(numbers, devices, latency, bandwidth)
             rows.append({"estimator": name, "devices": devices, "ms": ms, "kept": compute / ms})
@@ -180,20 +190,18 @@ def all_reduce_model(numbers: int, devices: int, latency: float, bandwidth: floa
 
 def between_processes(options: argparse.Namespace) -> Rows:
     """`all_reduces` in processes of one device each, on this machine."""
-    from streamgrad.lab.tables import read_rows
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "benchmarks.scale", "--repeats", str(options.repeats), "--out", str(options.out)]
+    command = [sys.executable, "-m", "benchmarks.scale", "--out", str(options.out)]
+    command += [f"--{name}={getattr(options, name)}" for name in ("repeats", "hidden", "streams", "steps")]
     started = [
         subprocess.Popen([*command, "--join", f"{address},{options.processes},{rank}"], stdout=subprocess.DEVNULL)
         for rank in range(options.processes)
     ]
     if any(process.wait() for process in started):
         raise SystemExit("benchmarks.scale: one of the processes has failed.")
-    rows = read_rows(options.out / "scale_allreduce_processes.csv")
-    return [row | {name: float(row[name]) for name in ("devices", "numbers", "ms")} for row in rows]
+    return read_rows(options.out / "scale_allreduce_processes.csv")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ ANGLES = (0, 180, 45, -45, 135, -135, 90, -90, 15, -15, 165, -165, 30, -30, 150,
 DISTANCES = (8.0, 11.0, 15.0, 20.0, 26.0, 33.0, 41.0, 50.0, 60.0, 72.0)
 MARK = 7.0  # half of the width of what is kept free around a point
 FAR = 19.0  # from here on a thin line leads from the name to its point
+HIDDEN = 100  # what it costs that a name hides anything at all of another or of a point
 MISTAKEN = 20.0  # what it costs if a name may be taken for that of another point
 GAP = 3.0  # between two names in one line
 PIECES = 16  # of that line, each of which is better not hidden
@@ -141,7 +142,8 @@ def _harm(places: Places, boxes: np.ndarray, leads: np.ndarray, frame: np.ndarra
     """How much each place hides of other names and points, lies outside of the frame, and crosses lines."""
     area = np.prod(places.boxes[0, 2:] - places.boxes[0, :2])
     hidden = shared_area(places.boxes, boxes).sum(axis=1) + area - shared_area(places.boxes, frame[None])[:, 0]
-    harm = 10 * hidden + 5 * shared_area(places.boxes, leads).sum(axis=1)
+    # Whatever is hidden, be it a corner, is worth a longer way.
+    harm = 10 * hidden + HIDDEN * (hidden > 1e-6) + 5 * shared_area(places.boxes, leads).sum(axis=1)
     far = places.leads.any(axis=(1, 2))
     if np.min(harm[~far]) < 1e-6:
         return harm  # a place further away has a higher price, wherever its line leads
