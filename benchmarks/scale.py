@@ -68,14 +68,17 @@ def update_of(make: Callable, options: argparse.Namespace, mesh: Mesh) -> Callab
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(count, options.steps, 32)).astype(np.float32)
     targets = rng.integers(0, 10, size=(count, options.steps))
-    over = NamedSharding(mesh, P("streams"))
-    chunk = jax.tree.map(
-        lambda leaf: jax.make_array_from_callback(leaf.shape, over, lambda index: leaf[index]),
-        sg.Chunk(inputs, targets),
-    )
-    params = model.init(jax.random.key(0))
-    _, state, _ = est.update(params, est.init(params), chunk, jax.random.key(1))
-    return lambda: est.update(params, state, chunk, jax.random.key(1))
+
+    def placed(tree: Any, spec: P) -> Any:
+        there = NamedSharding(mesh, spec)
+        return jax.tree.map(
+            lambda leaf: jax.make_array_from_callback(leaf.shape, there, lambda index: np.asarray(leaf)[index]), tree
+        )
+
+    params, chunk = placed(model.init(jax.random.key(0)), P()), placed(sg.Chunk(inputs, targets), P("streams"))
+    update = jax.jit(lambda params, state, chunk: est.update(params, state, chunk, jax.random.key(1)))
+    state = update(params, est.init(params), chunk)[1]
+    return lambda: update(params, state, chunk)
 
 
 def weak_scaling(options: argparse.Namespace, counts: Sequence[int]) -> Rows:
@@ -85,7 +88,7 @@ def weak_scaling(options: argparse.Namespace, counts: Sequence[int]) -> Rows:
         times = in_turns({n: update_of(getattr(sg, name), options, mesh_of(n)) for n in counts}, options.repeats)
         for n, seconds in times.items():
             row = {"estimator": name, "processes": jax.process_count(), "devices": n, "streams": n * options.streams}
-            rows.append(row | {"ms": 1e3 * seconds})
+            rows.append(row | {"together": 1, "ms": 1e3 * seconds})
     return rows
 
 
@@ -130,14 +133,7 @@ def main() -> None:
     parser.add_argument("--join", help=argparse.SUPPRESS)  # coordinator,number,rank: one of several processes
     options = parser.parse_args()
     if options.join:
-        address, number, rank = options.join.split(",")
-        jax.config.update("jax_num_cpu_devices", 1)
-        jax.distributed.initialize(address, int(number), int(rank))
-        found, times = all_reduces(options.repeats), weak_scaling(options, [len(jax.devices())])
-        if rank == "0":
-            write_rows(options.out / "scale_allreduce_processes.csv", found)
-            write_rows(options.out / "scale_processes.csv", times)
-        jax.distributed.shutdown()
+        one_of_several(options)
         return
     jax.config.update("jax_num_cpu_devices", os.cpu_count())
     times = weak_scaling(options, [n for n in (1, 2, 4, 8) if n <= len(jax.devices())])
@@ -146,12 +142,15 @@ def main() -> None:
     groups = [found] if found else []
     if options.processes > 1:
         groups.append(between_processes(options))
-        times += read_rows(options.out / "scale_processes.csv")
+        apart = read_rows(options.out / "scale_apart.csv")
+        times += [row | {"processes": options.processes, "together": 0} for row in apart]
+        times += read_rows(options.out / "scale_together.csv")
     write_rows(options.out / "scale.csv", times)
     for row in times:
         what = f"{row['processes']:.0f} processes, {row['devices']:.0f} devices, {row['streams']:.0f} streams"
         kept = alone(times, row["estimator"]) / row["ms"]
-        print(f"{row['estimator']:5s} {what}: {row['ms']:8.2f} ms, kept {kept:.2f}")
+        how = "" if row["together"] else " each on its own"
+        print(f"{row['estimator']:5s} {what}{how}: {row['ms']:8.2f} ms, kept {kept:.2f}")
     for rows in groups:
         for row in rows:
             what = f"{row['numbers']:8.0f} float32, {row['devices']:.0f} devices, {row['where']}"
@@ -188,19 +187,36 @@ def all_reduce_model(numbers: int, devices: int, latency: float, bandwidth: floa
     return latency * np.log2(devices) + 2 * (1 - 1 / devices) * 4 * numbers / bandwidth
 
 
+def one_of_several(options: argparse.Namespace) -> None:
+    """What each of the processes does that `between_processes` starts, with one device."""
+    address, number, rank = options.join.split(",")
+    jax.config.update("jax_num_cpu_devices", 1)
+    if not address:  # on its own, while the others are busy too
+        times = weak_scaling(options, [1])
+    else:
+        jax.distributed.initialize(address, int(number), int(rank))
+        found, times = all_reduces(options.repeats), weak_scaling(options, [len(jax.devices())])
+        if rank == "0":
+            write_rows(options.out / "scale_allreduce_processes.csv", found)
+        jax.distributed.shutdown()
+    if rank == "0":
+        write_rows(options.out / f"scale_{'together' if address else 'apart'}.csv", times)
+
+
 def between_processes(options: argparse.Namespace) -> Rows:
-    """`all_reduces` in processes of one device each, on this machine."""
+    """Start processes of one device each on this machine: first each on its own, then together."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "benchmarks.scale", "--out", str(options.out)]
     command += [f"--{name}={getattr(options, name)}" for name in ("repeats", "hidden", "streams", "steps")]
-    started = [
-        subprocess.Popen([*command, "--join", f"{address},{options.processes},{rank}"], stdout=subprocess.DEVNULL)
-        for rank in range(options.processes)
-    ]
-    if any(process.wait() for process in started):
-        raise SystemExit("benchmarks.scale: one of the processes has failed.")
+    for where in ("", address):
+        started = [
+            subprocess.Popen([*command, f"--join={where},{options.processes},{rank}"], stdout=subprocess.DEVNULL)
+            for rank in range(options.processes)
+        ]
+        if any(process.wait() for process in started):
+            raise SystemExit("benchmarks.scale: one of the processes has failed.")
     return read_rows(options.out / "scale_allreduce_processes.csv")
 
 
