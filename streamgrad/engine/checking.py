@@ -104,11 +104,6 @@ def checks_of(
     )
 
 
-def no_checks() -> Checks:
-    """For what has been checked already."""
-    return Checks(*[lambda *_: None] * 4)
-
-
 def _first(state: EstimatorState) -> EstimatorState:
     """Shapes and dtypes of the state of one of many streams."""
     return EstimatorState(one_step(state.cell), one_step(state.memory), state.shared)

@@ -91,7 +91,7 @@ class Devices:
         return jnp.zeros((), jnp.int32) if self.axis is None else jax.lax.axis_index(self.axis)
 
     def mean(self, tree: PyTree) -> PyTree:
-        """The mean over all streams, of a mean over those of each device; one all-reduce for each dtype."""
+        """The mean over all streams, of a mean over those of each device: one all-reduce."""
         if self.axis is None:
             return tree
         return _mean(tree, (self.axis,))

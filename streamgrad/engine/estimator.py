@@ -12,7 +12,7 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, fold_weight
 from streamgrad.checks import check_fits, check_values
 from streamgrad.engine.acting import advancing, bare, crediting
-from streamgrad.engine.checking import Checks, checks_of, no_checks
+from streamgrad.engine.checking import Checks, checks_of
 from streamgrad.engine.devices import ALONE, Columns, Devices, Spread
 from streamgrad.engine.outside import from_outside
 from streamgrad.engine.reverse_only import naming_reverse_only
@@ -206,6 +206,16 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
         check_fits(jax.eval_shape(algorithm.init, params))
         return algorithm.init(params)
 
+    def spread(columns: Columns) -> Spread:
+        assert algorithm.columns is not None
+        found = algorithm.columns(columns)
+
+        def init(params: Params) -> EstimatorState:
+            check.init(params)
+            return found.init(params)
+
+        return found._replace(init=init)
+
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
         check.update(params, bare(state), chunk, key)
         check_values(model, chunk)
@@ -222,12 +232,14 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
         on=on,
         noisy=noisy,
         watchable=algorithm.batch is not None,
-        columns=algorithm.columns,
+        columns=None if algorithm.columns is None else spread,
     )
 
 
 def streams_of(model: Model, algorithm: Algorithm, check: Checks, devices: Devices) -> Streams:
     """The contract's functions for a batch of streams, or for those of one device of several."""
+    if devices.columns is not None:
+        _, check = checks_of(model, part_of(algorithm, devices.columns), algorithm.check, algorithm.uses_loss)
     run = naming_reverse_only(model, functools.partial(over_streams, algorithm, devices))
     run_each = functools.partial(over_streams, algorithm._replace(batch=None), devices)
 
@@ -251,14 +263,27 @@ def streams_of(model: Model, algorithm: Algorithm, check: Checks, devices: Devic
         check_values(model, chunk)
         return compiled(params, bare(state), chunk, keys)
 
-    if devices.columns is not None:  # of which a device has a part alone; the whole was checked before it was cut
-        check = no_checks()
     return Streams(
         update,
         advancing(model, run, 2, check.advance),
         crediting(run, mean, check.credit),
         crediting(run_each, each, check.credit),
     )
+
+
+def part_of(algorithm: Algorithm, columns: Columns) -> Callable[[Params], EstimatorState]:
+    """`Algorithm.init` as one device has it that keeps some columns of θ."""
+    assert algorithm.columns is not None
+    spread = algorithm.columns(columns)
+
+    def cut(leaf: Array, axis: int) -> Array:
+        return leaf if axis < 0 else jnp.split(leaf, columns.count, axis)[0]
+
+    def init(params: Params) -> EstimatorState:
+        state = spread.init(params)
+        return state._replace(memory=jax.tree.map(cut, state.memory, spread.axes(state.memory)))
+
+    return init
 
 
 def as_stream(tree: PyTree) -> PyTree:

@@ -51,11 +51,9 @@ class Layout:
 
     def init(self, params: Params) -> EstimatorState:
         """The state at the beginning of all streams, where it belongs."""
-        shapes = jax.eval_shape(self.est.init, params)
-        spread = 1 if self.devices.columns is None else self.devices.columns.count
-        count = self.devices.count
-        check_fits(shapes, self.batch_size // count, -(-self.memories // (count * spread)))
-        specs = self.specs(jax.eval_shape(self._repeated, params))
+        shapes = jax.eval_shape(self._repeated, params)
+        specs = self.specs(shapes)
+        check_fits(self._of_one_device(specs, shapes))
         # Each device makes its own part: the whole may be too large for any of them.
         made = jax.jit(lambda params: self.reshard(specs, self._repeated(params)), out_shardings=self._shardings(specs))
         return made(*self.place((P(),), (params,)))
@@ -102,6 +100,15 @@ class Layout:
 
     def _shardings(self, specs: PyTree) -> PyTree:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, P))
+
+    def _of_one_device(self, specs: EstimatorState, state: EstimatorState) -> EstimatorState:
+        """The shapes of a state, of what one device has of it."""
+
+        def one(spec: P, tree: PyTree) -> PyTree:
+            part = NamedSharding(self.mesh, spec).shard_shape
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(part(leaf.shape), leaf.dtype), tree)
+
+        return jax.tree.map(one, specs, state, is_leaf=lambda spec: isinstance(spec, P))
 
     def place(self, specs: PyTree, trees: PyTree) -> PyTree:
         """Arrays where they belong, if they are not there; what is being traced stays as it is."""

@@ -128,6 +128,29 @@ def test_memory_by_columns():
     assert {part.data.nbytes * 4 for part in leaf.addressable_shards} == {leaf.nbytes}
 
 
+def test_a_stream_too_large_for_one_device(monkeypatch):
+    """Which is why it is spread by columns: what must fit is what each device keeps."""
+    model = sg.Model(sg.cells.vanilla(7, 8), sg.heads.squared_error(2))
+    params = model.init(jax.random.key(0))
+    whole = 8 * 8 * 16 * params.cell["w"].dtype.itemsize
+    monkeypatch.setattr("streamgrad.checks._device_memory", lambda: whole // 2)
+    assert sg.sharded(sg.rtrl(model), 1, mesh_of(1, 4), columns="columns").init(params).memory["w"].nbytes == whole
+    with pytest.raises(ValueError, match="the device has"):
+        sg.sharded(sg.rtrl(model), 1, mesh_of(1, 4)).init(params)
+
+
+@pytest.mark.parametrize("columns", [None, "columns"])
+def test_wrong_input_is_one_sentence(columns):
+    est, params = sg.sharded(make("rtrl"), STREAMS, mesh_of(2, 2), columns=columns), params_of()
+    state, chunk = est.init(params), chunk_of(0)
+    with pytest.raises(ValueError, match="inputs"):
+        est.update(params, state, chunk._replace(inputs=chunk.inputs[..., :1]), None)
+    with pytest.raises(ValueError, match=r"params\.cell"):
+        est.init(params._replace(cell={"w": params.cell["w"][:, :-1]}))
+    with pytest.raises(ValueError, match=r"params\.cell"):
+        est.update(params._replace(cell={"w": params.cell["w"][:, :-1]}), state, chunk, None)
+
+
 def collectives(est, cell: str = "vanilla") -> list[str]:
     """The collectives of the compiled program of an update, with what they carry."""
     params = params_of(cell)
