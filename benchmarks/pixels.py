@@ -20,12 +20,14 @@ also leaves the recurrence's own λ as it began: `--estimator bptt --chunk 1 --f
 Estimators see a sequence in chunks of `--chunk` steps (all 98 by default), and one update is made with the sum of their
 gradients at its end, or with `--update chunk` one after each chunk. All rates and seeds train at once, in one program
 (`vmap`); an epoch is one call. Prints a line for each epoch, and adds a row for each rate and seed to `pixels.csv`.
+With `--state FILE` a run that was stopped goes on after the last epoch that it ended.
 Needs jax, numpy, optax and this repository alone.
 """
 
 import argparse
 import ast
 import functools
+import io
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +42,7 @@ import optax
 import streamgrad as sg
 from benchmarks.pixels_model import RECURRENT, make_model
 from streamgrad.estimators.registry import REGISTRY, find_estimator
+from streamgrad.lab.files import replace_bytes
 from streamgrad.lab.tables import read_columns, write_rows
 from streamgrad.lab.tasks.mnist import FILES, data_folder, find_file, read_idx
 
@@ -221,18 +224,48 @@ def train(options: argparse.Namespace, digits: Digits, held_out: Digits) -> Iter
     said = {name: getattr(options, name) for name in SAID}
     said |= {"options": " ".join(options.options), "freeze": " ".join(options.freeze), "watched": options.watched or ""}
     said |= {"digits": len(digits.labels), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    start = time.perf_counter()
-    for number in range(1, options.epochs + 1):
+    carry, done, spent = go_on(options.state, carry)
+    start = time.perf_counter() - spent
+    for number in range(done + 1, options.epochs + 1):
         carry = epoch(carry, rates, jax.vmap(functools.partial(jax.random.fold_in, data=number))(keys), digits)
         losses, right = (np.asarray(values) for values in test(carry[0], held_out))
         seconds = time.perf_counter() - start
         told = "  ".join(f"{rate:g}/{seed} {100 * r:.2f} %" for (rate, seed), r in zip(pairs, right, strict=True))
         print(f"epoch {number:3d}  {seconds:7.1f} s  {told}", flush=True)
+        if options.state is not None:
+            keep(options.state, carry, number, seconds)
         so_far = {"done": number, "seconds": round(seconds, 1), "together": len(pairs)}
         yield [
             {**said, "rate": rate, "seed": seed, "test_loss": f"{loss:.4f}", "test_accuracy": f"{r:.4f}", **so_far}
             for (rate, seed), loss, r in zip(pairs, losses, right, strict=True)
         ]
+
+
+def lasting(carry: tuple) -> tuple:
+    """What outlives a sequence, at whose beginning everything that belongs to a stream begins anew."""
+    params, state, opt_state = carry
+    return params, state.shared, opt_state
+
+
+def keep(path: Path, carry: tuple, done: int, seconds: float) -> None:
+    """Write what a run needs to go on; a file that is there is complete."""
+    file = io.BytesIO()
+    np.savez(file, *jax.device_get(jax.tree.leaves(lasting(carry))), done=done, seconds=seconds)
+    replace_bytes(path, file.getvalue())
+
+
+def go_on(path: Path | None, carry: tuple) -> tuple[tuple, int, float]:
+    """What `keep` has written, if anything: the state, the epochs that are done, and the seconds they took."""
+    if path is None or not path.exists():
+        return carry, 0, 0.0
+    leaves, structure = jax.tree.flatten(lasting(carry))
+    with np.load(path) as found:
+        kept = [jnp.asarray(found[f"arr_{i}"], leaf.dtype) for i, leaf in enumerate(leaves)]
+        done, seconds = int(found["done"]), float(found["seconds"])
+    if [leaf.shape for leaf in kept] != [leaf.shape for leaf in leaves]:
+        raise SystemExit(f"{path} is the state of another run.")
+    params, shared, opt_state = jax.tree.unflatten(structure, kept)
+    return (params, carry[1]._replace(shared=shared), opt_state), done, seconds
 
 
 def as_option(text: str) -> tuple[str, Any]:
@@ -287,6 +320,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--decay", type=float, default=0.01)
     parser.add_argument("--freeze", nargs="*", default=[], help="names of parameters that stay, such as nu theta")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--state", type=Path, help="where a run that may be stopped keeps what it needs to go on")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     if parser.parse_known_args()[0].preset == "smoke":
         parser.set_defaults(**SMOKE)

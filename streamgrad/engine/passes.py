@@ -122,8 +122,9 @@ def backward(
 
         asked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((1, watched, count, w.shape[0]), w.dtype), params)
         wanted = jax.tree.map(lambda leaf: leaf.shape[2], jax.eval_shape(pick, asked))
-        kinds = jax.tree.map(lambda w, n, a: ((watched, n, w.shape[0], a.shape[-1]), w.dtype), params, wanted, few)
-        zero = jax.tree.map(lambda kind: jnp.zeros(*kind), kinds, is_leaf=lambda kind: isinstance(kind, tuple))
+        zero = jax.tree.map(
+            lambda w, n, a: jnp.zeros((watched, n, w.shape[0], a.shape[-1]), w.dtype), params, wanted, few
+        )
         (cotangents, sums, pulled), left = _in_blocks(stretch, (begin, nothing, zero), (steps, few), length, block)
     whole = thin.with_sums(Outer(left, features), sums[0])
     left = jax.tree.map(lambda leaf: leaf[:, :, 0], whole.left)

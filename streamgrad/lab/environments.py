@@ -47,11 +47,13 @@ class Maze(NamedTuple):
       position: cells from the start, up to the length of the corridor, where the junction is.
       goal: 0 if the left turn is right, 1 if the right one is.
       time: steps of this episode so far.
+      corridor: N, which all episodes have: mazes of several lengths are one program.
     """
 
     position: Int[Array, ""]
     goal: Int[Array, ""]
     time: Int[Array, ""]
+    corridor: Int[Array, ""]
 
 
 def t_maze(corridor: int) -> Environment:
@@ -86,23 +88,23 @@ def t_maze(corridor: int) -> Environment:
 
     def observe(state: Maze) -> Float[Array, "4"]:
         seen = jnp.where(state.position == 0, state.goal, CORRIDOR)
-        return jax.nn.one_hot(jnp.where(state.position == corridor, JUNCTION, seen), 4)
+        return jax.nn.one_hot(jnp.where(state.position == state.corridor, JUNCTION, seen), 4)
 
     def init(key: Any) -> tuple[Maze, Float[Array, "4"]]:
         zero = jnp.zeros((), jnp.int32)
-        state = Maze(zero, jax.random.randint(key, (), 0, 2, jnp.int32), zero)
+        state = Maze(zero, jax.random.randint(key, (), 0, 2, jnp.int32), zero, jnp.asarray(corridor, jnp.int32))
         return state, observe(state)
 
     def step(
         state: Maze, action: Int[Array, ""], key: Any
     ) -> tuple[Maze, Float[Array, "4"], Float[Array, ""], Bool[Array, ""]]:
-        at_junction, forward = state.position == corridor, action == FORWARD
+        at_junction, forward = state.position == state.corridor, action == FORWARD
         turned = at_junction & ~forward
         right = turned & (action - LEFT == state.goal)
         reward = jnp.where(right, 4.0, jnp.where(turned, -0.4, -0.1))
-        moved = Maze(state.position + (forward & ~at_junction), state.goal, state.time + 1)
-        done = turned | (moved.time >= 2 * corridor)
-        state = restart(done, init(key)[0], moved)
+        moved = state._replace(position=state.position + (forward & ~at_junction), time=state.time + 1)
+        done = turned | (moved.time >= 2 * state.corridor)
+        state = restart(done, init(key)[0]._replace(corridor=state.corridor), moved)
         return state, observe(state), reward, done
 
     return Environment(f"t-maze {corridor}", 4, 3, init, step)

@@ -148,9 +148,12 @@ def test_shrinkage():
     np.testing.assert_allclose(auto, zero + weight * (one - zero), atol=1e-12)
 
 
-def test_blocks_inside_a_chunk_change_nothing(monkeypatch):
-    """A chunk that would keep more than M is walked through in parts."""
+@pytest.mark.parametrize("cell", ["lstm", "stack"])
+def test_blocks_inside_a_chunk_change_nothing(cell, monkeypatch):
+    """A chunk that would keep more than M is walked through in parts; parameters may be tuples, as those of a stack."""
     model = make_model("lstm", n_in=2, n_hidden=3)
+    if cell == "stack":
+        model = sg.Model(sg.cells.stack(sg.cells.vanilla(2, 3), sg.cells.vanilla(3, 3)), model.head)
     params, chunk = make_params(model), make_chunk(model, 23, reset=(9,))
     monkeypatch.setattr("streamgrad.step.weights.LARGE", 1)
     est = sg.rtrl(model)

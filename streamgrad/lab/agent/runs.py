@@ -14,7 +14,12 @@ from streamgrad.lab.environments import Environment
 
 
 def windows(
-    agent: Agent, config: AgentConfig, rates: Sequence[float], seeds: Sequence[int], state: AgentState | None = None
+    agent: Agent,
+    config: AgentConfig,
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    state: AgentState | None = None,
+    worlds: Sequence[Callable[[PyTree], PyTree]] = (lambda world: world,),
 ) -> Iterator[tuple[AgentState, list[dict[str, Any]]]]:
     """Train all learning rates and seeds at once, a window of steps at a time.
 
@@ -24,21 +29,37 @@ def windows(
       rates: learning rates.
       seeds: each rate is tried with all of them.
       state: where to go on, from an earlier call with the same arguments; None to begin.
+      worlds: every rate and seed is run in each of them, all in one program. A world is a change of the environments'
+        states before the first step, such as mazes' corridors; by default there is one, unchanged.
 
     Yields:
-      The state, whose leaves have a leading axis for the runs, rate by rate, and a row for each run, as `train_agent`
-      has them. The state is handed on to the next window: copy what is to be kept (`jax.device_get`).
+      The state, whose leaves have a leading axis for the runs, and a row for each run, as `train_agent` has them, with
+      the number of its world as `setting`. The runs are in order of world, then rate, then seed. The state is handed on
+      to the next window: copy what is to be kept (`jax.device_get`).
     """
-    runs = [(float(rate), int(seed)) for rate in rates for seed in seeds]
+    runs = [(setting, float(rate), int(seed)) for setting in range(len(worlds)) for rate in rates for seed in seeds]
     if not runs:
         raise ValueError("there must be at least one learning rate and one seed.")
-    each_rate, each_seed = (jnp.array(column) for column in zip(*runs, strict=True))
-    now = jax.jit(jax.vmap(agent.init))(each_seed, each_rate) if state is None else state
+    now = _begin(agent, runs, worlds) if state is None else state
     run = jax.jit(jax.vmap(agent.run), donate_argnums=0)
     for _ in range(int(now.step[0]), config.steps, config.window):
         now, totals = run(now)
         columns = jax.device_get((now.step, totals, jax.vmap(_all_finite)(now.params)))
         yield now, [_row(*runs[i], jax.tree.map(lambda c, i=i: c[i], columns)) for i in range(len(runs))]
+
+
+def _begin(
+    agent: Agent, runs: Sequence[tuple[int, float, int]], worlds: Sequence[Callable[[PyTree], PyTree]]
+) -> AgentState:
+    """The states of all runs before their first step."""
+
+    @jax.jit
+    @jax.vmap
+    def begin(setting: Array, rate: Array, seed: Array) -> AgentState:
+        state = agent.init(seed, rate)
+        return state._replace(world=jax.lax.switch(setting, worlds, state.world))
+
+    return begin(*(jnp.array(column) for column in zip(*runs, strict=True)))
 
 
 def train_agent(
@@ -104,11 +125,12 @@ def _success(rows: Sequence[Mapping[str, Any]]) -> float:
     return sum(row["success"] * row["episodes"] for row in rows if row["episodes"]) / episodes
 
 
-def _row(rate: float, seed: int, columns: tuple[Any, Totals, Any]) -> dict[str, Any]:
+def _row(setting: int, rate: float, seed: int, columns: tuple[Any, Totals, Any]) -> dict[str, Any]:
     step, totals, finite = columns
     episodes = int(totals.episodes)
     success, mean_return = (float(x) / episodes if episodes else np.nan for x in (totals.successes, totals.returns))
     return {
+        "setting": setting,
         "rate": rate,
         "seed": seed,
         "step": int(step),

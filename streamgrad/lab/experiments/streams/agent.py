@@ -4,12 +4,15 @@ import dataclasses
 import functools
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from streamgrad import cells
+from streamgrad._typing import PyTree
 from streamgrad.lab.agent import AgentConfig, make_agent, windows
 from streamgrad.lab.environments import Environment, from_gymnax, t_maze
 from streamgrad.lab.experiments import plots
@@ -77,45 +80,66 @@ def check(part: Agent, data: Path | None) -> None:
     _worlds(part)
 
 
-def _worlds(part: Agent) -> list[tuple[str, Environment]]:
-    """The environments and their titles."""
-    mazes = [(f"T-maze {corridor}", t_maze(corridor)) for corridor in part.corridors]
-    return mazes + [(name, from_gymnax(name)) for name in part.gymnax]
+class World(NamedTuple):
+    """Environments that are one program.
+
+    Attributes:
+      name: in the names of files.
+      environment: the program.
+      titles: of each environment.
+      places: of each, what makes its states from those of the program's own.
+    """
+
+    name: str
+    environment: Environment
+    titles: list[str]
+    places: list[Callable[[PyTree], PyTree]]
+
+
+def _worlds(part: Agent) -> list[World]:
+    """The mazes, whose corridors are numbers in their states, and each environment of gymnax."""
+    titles = [f"T-maze {corridor}" for corridor in part.corridors]
+    mazes = World("t-maze", t_maze(max(part.corridors, default=1)), titles, list(map(_corridor, part.corridors)))
+    others = [World(name, from_gymnax(name), [name], [lambda state: state]) for name in part.gymnax]
+    return [mazes, *others] if titles else others
+
+
+def _corridor(length: int) -> Callable[[PyTree], PyTree]:
+    """Mazes at the beginning of an episode, with a corridor of that length."""
+    return lambda mazes: mazes._replace(corridor=jnp.full_like(mazes.corridor, length))
 
 
 def train(part: Agent, folder: Path, progress: Progress, resume: bool, seed: int, data: Path | None) -> None:
-    """Train every method with every cell in every environment, all rates and seeds at once; a file for each."""
+    """Train every method with every cell, all corridors, rates and seeds at once; a file for each."""
     del data
-    for (title, world), cell, method in itertools.product(_worlds(part), part.cells, part.methods):
-        path = folder / file_of(title, cell, method)
+    for world, cell, method in itertools.product(_worlds(part), part.cells, part.methods):
+        path = folder / file_of(world.name, cell, method)
         if not (resume and path.exists()):
-            show = functools.partial(progress, f"{title}, {cell}, {method}")
+            show = functools.partial(progress, f"{world.name}, {cell}, {method}")
             rows = list(_curves(part, world, cell, method, range(seed, seed + part.seeds), show))
-            about = {"world": title, "cell": cell, "method": method, "hidden": part.hidden, "streams": part.streams}
-            write_case(path, rows, about)
+            about = {"cell": cell, "method": method, "hidden": part.hidden, "streams": part.streams}
+            write_case(path, rows, about, {"world": world.titles})
 
 
-def _curves(part: Agent, world: Environment, cell: str, method: str, seeds: range, show: Any) -> Any:
-    """Rows of all rates and seeds, a window of steps at a time."""
+def _curves(part: Agent, world: World, cell: str, method: str, seeds: range, show: Any) -> Any:
+    """Rows of all corridors, rates and seeds, a window of steps at a time."""
     window = max(1, part.steps // part.points)
     config = AgentConfig(part.hidden, part.streams, window * part.points, window, lam=part.lam, entropy=part.entropy)
-    agent = make_agent(world, getattr(cells, cell), functools.partial(make_estimator, method), config)
+    make = functools.partial(make_estimator, method)
+    agent = make_agent(world.environment, getattr(cells, cell), make, config)
     show(0, config.steps, COMPILING)
     begun = None
-    for _, rows in windows(agent, config, part.rates, seeds):
+    for _, rows in windows(agent, config, part.rates, seeds, worlds=world.places):
         now = time.monotonic()
         begun = now if begun is None else begun  # the first window has the compilation in it, and is not counted
         for row in rows:
             # Where no episode has ended none has succeeded.
             numbers = {"success": row["success"] if row["episodes"] else 0.0, "mean_return": row["mean_return"]}
-            kept = {"rate": row["rate"], "seed": row["seed"], "update": row["step"], "steps": row["step"]}
+            kept = {name: row[name] for name in ("setting", "rate", "seed")} | {"update": row["step"]}
             good = {name: float(x) if row["finite"] else float("nan") for name, x in numbers.items()}
-            yield kept | {"seconds": now - begun, "setting": 0} | good
-        show(
-            rows[0]["step"],
-            config.steps,
-            f"success {max(row['success'] if row['episodes'] else 0.0 for row in rows):.2f}",
-        )
+            yield kept | {"steps": row["step"], "seconds": now - begun} | good
+        best = max(row["success"] if row["episodes"] else 0.0 for row in rows)
+        show(rows[0]["step"], config.steps, f"success {best:.2f}")
 
 
 def section(folder: Path) -> Section | None:
@@ -154,7 +178,7 @@ def section(folder: Path) -> Section | None:
         f"eligibility traces, an update at every step of all environments by Adam. {about_sizes(rows)} Success over "
         f"the last fifth, mean over seeds and 95% interval; turning at random gives 0.5. {about_rates(rows)} tbptt(5) "
         "reaches back 5 steps, which is less than a corridor, tbptt(25) further than the shorter ones. Time is that "
-        "of all rates and seeds, trained at once."
+        "of all corridors, rates and seeds, trained at once."
     )
     files = [f"agent/{path.name}" for path in sorted(folder.glob("*.csv"))]
     return Section("An agent that remembers", fig, text, claims(folder), table, files)
