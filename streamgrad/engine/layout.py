@@ -148,11 +148,13 @@ class Layout:
 
     def reshard(self, specs: PyTree, trees: PyTree) -> PyTree:
         """What is being traced, as explicit axes of the mesh, whose types say how arrays lie, want it."""
-        if AxisType.Explicit not in self.mesh.axis_types:
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if AxisType.Explicit not in types.values():
             return trees
 
         def one(spec: P, tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, NamedSharding(self.mesh, spec)), tree)
+            named = P(*(axis if types.get(axis) == AxisType.Explicit else None for axis in spec))
+            return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, NamedSharding(self.mesh, named)), tree)
 
         return jax.tree.map(one, specs, trees, is_leaf=lambda spec: isinstance(spec, P))
 

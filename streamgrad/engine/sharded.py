@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from streamgrad._typing import Array, PyTree
@@ -60,7 +60,7 @@ def sharded(
 
     Returns:
       The record that `batched` returns. Its states lie on the mesh. Chunks and keys may come from anywhere; of several
-      processes each may pass its own streams alone. Works inside `jax.jit`, under meshes with axes of any type.
+      processes each may pass its own streams alone. Works inside `jax.jit`, under meshes with Auto and Explicit axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
@@ -145,6 +145,8 @@ def find_devices(mesh: Mesh, streams: str | None, columns: str | None) -> Device
     """The axes of a mesh that are used, or a sentence."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be what jax.make_mesh returns, not {kind_of(mesh)}.")
+    if AxisType.Manual in mesh.axis_types:
+        raise ValueError("the axes of mesh must be Auto or Explicit, not Manual: make it outside of jax.shard_map.")
     first = mesh.axis_names[0] if streams is None and mesh.axis_names else streams
     for name, axis in (("streams", first), ("columns", columns)):
         if axis not in mesh.axis_names and (name, axis) != ("columns", None):

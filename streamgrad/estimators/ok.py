@@ -122,17 +122,24 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
         return advance
 
     def spread(columns: Columns) -> Across:
-        """By rows of C_i. What decides how terms are mixed is a sketch of all rows, which every device moves on."""
+        """By rows of C_i. What decides how terms are mixed is a sketch of all rows, which every device moves on.
+
+        A single row is kept by every device.
+        """
+
+        def cut(by: Callable[[Array, int], Array]) -> Callable[[Array], Array]:
+            return lambda left: by(left, 2) if left.shape[2] > 1 else left
 
         def whole(params: PyTree, state: PyTree) -> OkMemory:
             left, right, _ = init(params, state)
-            cut = jax.tree.map(lambda leaf: columns.filled(leaf, 2), left)
-            return OkMemory(cut, right, jax.tree.map(lambda leaf: sketch(leaf, len(leaf)), left))
+            filled = jax.tree.map(cut(columns.filled), left)
+            return OkMemory(filled, right, jax.tree.map(lambda leaf: sketch(leaf, len(leaf)), left))
 
-        return across._replace(init=whole, advance=moving(lambda new: columns.own(new, 2)))
+        return across._replace(init=whole, advance=moving(cut(columns.own)))
 
     def axes(memory: OkMemory) -> OkMemory:
-        rows, none = (jax.tree.map(lambda _, axis=axis: axis, memory.right) for axis in (2, -1))
+        rows = jax.tree.map(lambda left: 2 if left.shape[2] > 1 else -1, memory.left)
+        none = jax.tree.map(lambda _: -1, memory.right)
         return OkMemory(rows, none, none)
 
     def check(chunk: Chunk, length: int, key: Any) -> None:

@@ -87,6 +87,19 @@ def test_kronecker_sums_by_columns(hidden):
     assert {part.data.nbytes * 2 for part in left.addressable_shards} == {left.nbytes // 2}
 
 
+def test_a_single_row_by_columns():
+    """Which cannot be cut: every device keeps it, and it is counted once."""
+    model = sg.Model(sg.cells.vanilla(2, 1), sg.heads.squared_error(2))
+    params = jax.tree.map(lambda w: w.astype(jnp.float64), model.init(jax.random.key(0)))
+    est, found = sg.ok(model), []
+    for many in (sg.batched(est, STREAMS), sg.sharded(est, STREAMS, mesh_of(2, 2), columns="columns")):
+        state = many.init(params)
+        for number in range(2):
+            grads, state, _ = many.update(params, state, chunk_of(number), jax.random.key(number))
+        found.append([np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(grads))])
+    assert difference(found[1], found[0]) < CLOSE
+
+
 @pytest.mark.slow
 def test_a_stack_of_layers_by_columns():
     model = sg.Model(sg.cells.stack(sg.cells.gru(2, 3), sg.cells.lru(3, 4)), sg.heads.squared_error(2))
@@ -209,6 +222,13 @@ def test_defaults_of_make_mesh():
     assert difference(train(est), train(sg.batched(make("rtrl"), STREAMS))) < CLOSE
 
 
+@pytest.mark.parametrize("columns", [None, "explicit"])
+def test_axes_of_two_types(columns):
+    mesh = jax.make_mesh((2, 2), ("explicit", "auto"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    est = sg.sharded(make("rtrl"), STREAMS, mesh, streams="auto", columns=columns)
+    assert difference(train(est), train(sg.batched(make("rtrl"), STREAMS))) < CLOSE
+
+
 @pytest.mark.parametrize("columns", [None, "columns"])
 def test_advance_and_credit(columns):
     params, inputs = params_of(), [chunk_of(number).inputs for number in range(2)]
@@ -266,6 +286,7 @@ ERRORS = {
     "streams must be an axis of the mesh": lambda: sg.sharded(make("rtrl"), 4, mesh_of(4), streams="rows"),
     "columns must be an axis of the mesh": lambda: sg.sharded(make("rtrl"), 4, mesh_of(4), columns="rows"),
     "must be two axes": lambda: sg.sharded(make("rtrl"), 4, mesh_of(4), columns="streams"),
+    "axes of mesh must be Auto or Explicit": lambda: sg.sharded(make("rtrl"), 4, mesh_of(4, types=AxisType.Manual)),
     "columns is for an influence": lambda: sg.sharded(make("uoro"), 4, mesh_of(2, 2), columns="columns"),
 }
 
