@@ -103,6 +103,7 @@ def test_errors_are_one_sentence(tmp_path):
         (("--devices", "0"), "--devices must be a whole number of at least 1"),
         (("--processes", "two"), "two"),
         (("--process", "0"), "could not be joined"),
+        (("--coordinator", "10.0.0.1", "--processes", "2", "--process", "0"), "an address and a port"),
     ):
         process = start(tmp_path / "none", "--updates", "10", *options)
         _, found = process.communicate(timeout=60)

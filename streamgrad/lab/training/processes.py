@@ -5,6 +5,7 @@ own part. Whatever depends on a clock is decided by the first. They see one and 
 """
 
 import os
+import re
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ def start(coordinator: str | None = None, processes: int | None = None, process:
       process: the number of this one.
     """
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        raise ValueError(f"the coordinator must be an address and a port, such as 10.0.0.1:1234, not {coordinator!r}.")
     processes = _or_from_environment(processes, "JAX_NUM_PROCESSES")
     process = _or_from_environment(process, "JAX_PROCESS_ID")
     try:
