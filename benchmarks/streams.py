@@ -6,12 +6,12 @@
 
 A case is one method with one cell and one chunk length, with all its settings, rates and seeds in one program. Its
 kernels are small and many, and the GPU waits for most of them to be launched: several programs beside each other fill
-it (under NVIDIA's MPS; without, they take turns). The numbers are those of `streamgrad reproduce`, in the same files. The
-seconds are not: how many processes shared the device stands in each file, as `processes`, and in the report's text.
+it (under NVIDIA's MPS; without, they take turns). Numbers and files are those of `streamgrad reproduce`. The seconds
+are not: how many processes shared the device stands in each file, as `processes`, and in the report's text.
 
 A file that is there is complete, and its case is not run again. With `--time` the cases that are there are run once
 more, one after the other on a device of their own, for 1,000 updates; their seconds are then those of these updates
-times how many more there were, and `processes` is 1. `--cache FOLDER` keeps compiled programs from the one to the other.
+times how many more there were, and `processes` is 1. `--cache FOLDER` keeps compiled programs from one to the other.
 """
 
 import argparse
@@ -93,7 +93,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--preset", choices=tuple(streams.PRESETS), default="paper")
     parser.add_argument("--data", type=Path, help="the folder of tinyshakespeare.txt")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the run")
-    parser.add_argument("--settings", nargs="+", choices=tuple(streams.PARTS), default=list(streams.PARTS), metavar="NAME")
+    parser.add_argument(
+        "--settings", nargs="+", choices=tuple(streams.PARTS), default=list(streams.PARTS), metavar="NAME"
+    )
     parser.add_argument("--methods", nargs="+", help="only these")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
@@ -112,7 +114,9 @@ def main() -> None:
     there = set().union(*(known(options.out, parts[name]) for name in options.settings))
     cases = [case for case in cases if (name_of(case) in there) == options.time]
     if not (options.out / FILE).exists():  # so that `streamgrad reproduce --resume` knows the folder
-        about = new_manifest("experiments", {"preset": options.preset}, command=shlex.join(sys.argv), data=options.data, started=now())
+        about = new_manifest(
+            "experiments", {"preset": options.preset}, command=shlex.join(sys.argv), data=options.data, started=now()
+        )
         options.out.mkdir(parents=True, exist_ok=True)
         save_manifest(options.out, about)
     begun, context = time.monotonic(), multiprocessing.get_context("spawn")

@@ -79,7 +79,7 @@ PRESETS = {
     ),
     "paper": Config(
         (
-            recall.Recall((2, 4, 8, 12, 16), (4, 8, 2), FEW, "gru", 32, 16, 120_000, (1e-3, 2e-3, 4e-3), 4),
+            recall.Recall((2, 4, 8, 12, 16), (2, 4, 8), FEW, "gru", 32, 16, 120_000, (1e-3, 2e-3, 4e-3), 4),
             series.Series(tuple(series.KINDS), ALL, "vanilla", 64, 8, 15_000, 200, (3e-4, 1e-3, 3e-3), 10),
             text.Text((1, 4, 16), (*TEXT, "tbptt(16)"), "gru", 64, 16, 24_000, (1e-3, 3e-3, 1e-2), 4, source="file"),
             copying.Copying(FEW, "gru", 64, 16, 4, 60_000, (3e-4, 1e-3, 3e-3), 4),

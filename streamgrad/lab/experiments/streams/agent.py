@@ -22,6 +22,7 @@ from streamgrad.lab.experiments.streams.lanes import (
     Best,
     about_rates,
     about_sizes,
+    about_times,
     best_of,
     file_of,
     read_cases,
@@ -161,24 +162,25 @@ def section(folder: Path) -> Section | None:
             )  # the first window is not counted
             first = _published(world) if (cell, method) == (used[0], methods[0]) else ""
             table.rows.append([world, cell, method, str(found[world, cell, method]), f"{1e6 * spent:.0f}", first])
-    fig, axes = plots.figure(len(worlds), 1, height=2.6)
-    for ax, world in zip(axes.flat, worlds, strict=True):
+    fig, axes = plots.figure(len(worlds), len(used), height=2.6 if len(used) == 1 else 2.0, sharey="row")
+    for ax, (world, cell) in zip(axes.flat, itertools.product(worlds, used), strict=True):
         for method in methods:
-            best = found.get((world, used[0], method))
+            best = found.get((world, cell, method))
             if best is not None and best.rows:
                 mean = np.mean([[row["success"] for row in curve] for curve in best.rows], axis=0)
-                ax.plot([row["steps"] for row in best.rows[0]], mean, **look(method))
-        ax.set_title(f"{world}, {used[0]}", fontsize=10)
-        ax.set_ylabel("success")
+                ax.plot([row["steps"] / 1000 for row in best.rows[0]], mean, **look(method))
+        ax.set_title(f"{world}, {cell}", fontsize=10)
         ax.set_ylim(0, 1.02)
-    axes[-1, 0].set_xlabel("steps of each environment")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("success")
+    axes[-1, 0].set_xlabel("thousands of steps")
     plots.legend_below(fig, axes[0, 0], 3)
     text = (
         "An agent sees a cue, walks down a corridor and turns; only the cue says which way. Online actor-critic with "
         f"eligibility traces, an update at every step of all environments by Adam. {about_sizes(rows)} Success over "
         f"the last fifth, mean over seeds and 95% interval; turning at random gives 0.5. {about_rates(rows)} tbptt(5) "
-        "reaches back 5 steps, which is less than a corridor, tbptt(25) further than the shorter ones. Time is that "
-        "of all corridors, rates and seeds, trained at once."
+        "reaches back 5 steps, which is less than a corridor, tbptt(25) further than the shorter ones. "
+        f"{about_times(rows)}"
     )
     files = [f"agent/{path.name}" for path in sorted(folder.glob("*.csv"))]
     return Section("An agent that remembers", fig, text, claims(folder), table, files)

@@ -17,6 +17,7 @@ from streamgrad.lab.experiments.streams.lanes import (
     Best,
     about_rates,
     about_sizes,
+    about_times,
     all_lanes,
     best_of,
     file_of,
@@ -104,7 +105,8 @@ def section(folder: Path) -> Section | None:
         "Read a string of bits, then give it back. Its length L, 40 at most, grows by one when the running average of "
         "the loss of the bits that are given back falls below 0.15 bits; lengths are drawn from L - 5 to L. An update "
         f"after every chunk of {int(rows[0]['chunk'])} steps by Adam, after clipping at norm 1. {about_sizes(rows)} "
-        f"Shown is the length at the end, mean over seeds and 95% interval. {about_rates(rows)}"
+        f"Shown is the length at the end, mean over seeds and 95% interval. {about_rates(rows)} "
+        f"{about_times(rows)}"
     )
     files = [f"copy/{path.name}" for path in sorted(folder.glob("*.csv"))]
     return Section("Copy with a curriculum", fig, text, claims(folder), table, files)

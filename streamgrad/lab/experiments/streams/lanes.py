@@ -195,6 +195,21 @@ def about_sizes(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def about_times(rows: Sequence[dict[str, Any]]) -> str:
+    """A sentence on what the seconds are; `processes` is in the files where it was said how many shared the device."""
+    shared = sorted({int(row["processes"]) for row in rows if "processes" in row})
+    if not shared:
+        return "Seconds are those of all lanes of a method, trained at once, without compilation."
+    if shared == [1]:
+        return "Seconds are those of all lanes of a method, trained at once on a device of their own."
+    most = f"Seconds are those of all lanes of a method, while {shared[-1]} processes shared the device: they can be "
+    return (
+        most
+        + "compared roughly"
+        + (", and not with those of methods that had it for themselves." if len(shared) > 1 else ".")
+    )
+
+
 def final_of(values: Sequence[float], last: float | int = 0.1) -> float:
     """The mean over the last values of a curve: so many of them, or a share if below 1, but at least one.
 

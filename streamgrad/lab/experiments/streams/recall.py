@@ -20,6 +20,7 @@ from streamgrad.lab.experiments.streams.lanes import (
     Best,
     about_rates,
     about_sizes,
+    about_times,
     all_lanes,
     best_of,
     file_of,
@@ -130,8 +131,8 @@ def section(folder: Path) -> Section | None:
         f"same number of bits. {about_sizes(rows)} Adam, after clipping at norm 1. Shown is the loss over the last "
         f"tenth, in nats, mean over seeds and 95% interval; guessing costs {CHANCE:.3f}. {about_rates(rows)} Above the "
         "white line, and where there is none, D >= K: credit can only come from before the chunk. What a method "
-        "without any such credit has below guessing, it reads out of a memory that it did not learn. Seconds are "
-        "those of all delays, rates and seeds, trained at once, without compilation."
+        "without any such credit has below guessing, it reads out of a memory that it did not learn. "
+        f"{about_times(rows)}"
     )
     header = ["method", "K", *(f"D = {delay}" for delay in delays), "seconds"]
     table = Table(header, [])

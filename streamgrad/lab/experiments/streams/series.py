@@ -19,6 +19,7 @@ from streamgrad.lab.experiments.streams.lanes import (
     Best,
     about_rates,
     about_sizes,
+    about_times,
     all_lanes,
     best_of,
     file_of,
@@ -202,8 +203,7 @@ def section(folder: Path) -> Section | None:
         f"{about_sizes(rows)} NMSE: mean of the last five records, 250 steps apart, each over 200 steps; mean over "
         f"seeds and 95% interval, with the protocol's learning rate and with the best. {about_rates(rows)} Published: "
         "Yi and Wang 2026, Table 6, Henon / Mackey-Glass / Lorenz, at 1e-3, with 64 units, 8 streams and 15,000 "
-        "steps. Time: of all lanes of a method together, trained at once. The methods are in the order of their "
-        "geometric mean."
+        f"steps. {about_times(rows)} The methods are in the order of their geometric mean."
     )
     files = [f"series/{path.name}" for path in sorted(folder.glob("*.csv"))]
     return Section("Chaotic series, an update at every step", fig, text, claims(rows), table, files)

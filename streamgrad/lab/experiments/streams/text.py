@@ -18,6 +18,7 @@ from streamgrad.lab.experiments.streams.lanes import (
     Best,
     about_rates,
     about_sizes,
+    about_times,
     all_lanes,
     best_of,
     file_of,
@@ -31,6 +32,7 @@ from streamgrad.lab.progress import Progress
 from streamgrad.lab.tasks.text import codes_of, read_text, text_task
 
 FILE = "tinyshakespeare.txt"  # where there is a data folder
+SHOWN = 0.6  # nats above the lowest that the figure has
 LEVEL = 0.02  # nats per character within which two methods are level
 
 
@@ -117,7 +119,7 @@ def section(folder: Path) -> Section | None:
     chunks = sorted({length for _, length in found})
     fig, axes = plots.figure(len(chunks), 2, height=2.6, sharey="row")
     table = Table(["method", "K", "nats per character", "seconds"], [])
-    methods = in_order(method for method, _ in found)
+    methods, lowest = in_order(method for method, _ in found), {}
     for length, method in itertools.product(chunks, methods):
         if (method, length) not in found:
             continue
@@ -130,20 +132,23 @@ def section(folder: Path) -> Section | None:
         steps = [row["steps"] for row in best.rows[0]]
         for ax, along in zip(axes[chunks.index(length)], (steps, seconds), strict=True):
             ax.plot(along, loss, **look(method))
+            lowest[length] = min(lowest.get(length, np.inf), *loss)
         table.rows.append([method, str(length), str(best), f"{seconds[-1]:.1f}"])
     for (left, right), length in zip(axes, chunks, strict=True):
         left.set_ylabel(f"nats, chunks of {length}")
+        if length in lowest:  # what is far above is cut off, for the rest to be told apart
+            left.set_ylim(lowest[length] - 0.03, lowest[length] + SHOWN)
         right.set_xscale("log")
     axes[-1, 0].set_xlabel("characters of a stream")
     axes[-1, 1].set_xlabel("seconds")
-    plots.legend_below(fig, axes[0, 0], 2)
+    plots.legend_below(fig, max(axes[:, 0], key=lambda ax: len(ax.lines)), 2)
     rows = read_cases(folder)
     source = "Python's own documentation" if rows[0]["source"] == "python" else FILE
     text = (
         f"The next character of a text ({source}), read as streams that never begin anew but at its end. "
         f"{about_sizes(rows)} Adam, after clipping at norm 1. Loss over the last tenth, mean over seeds and 95% "
-        f"interval, most of which is the text itself: claims compare seed by seed. {about_rates(rows)} Seconds are "
-        "those of all rates and seeds of a method, trained at once, without compilation."
+        f"interval, most of which is the text itself: claims compare seed by seed. {about_rates(rows)} "
+        f"{about_times(rows)}"
     )
     files = [f"text/{path.name}" for path in sorted(folder.glob("*.csv"))]
     return Section("Text, character by character", fig, text, claims(folder), table, files)
