@@ -1,5 +1,6 @@
 """Streams on several devices: the numbers of one device, and no traffic but the gradient's."""
 
+import functools
 import json
 import re
 import socket
@@ -9,11 +10,15 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 
 import streamgrad as sg
 from streamgrad.estimators import REGISTRY
+from streamgrad.lab.tasks import find_task
+from streamgrad.lab.training.loop import begin, training_step
+from streamgrad.lab.training.processes import shardings_of
 from tests.devices.cases import NAMES, STREAMS, chunk_of, difference, make, model_of, params_of, train
 from tests.tools import ROOT
 
@@ -141,6 +146,16 @@ def test_memory_by_columns():
     assert {part.data.nbytes * 4 for part in leaf.addressable_shards} == {leaf.nbytes}
 
 
+def test_memory_of_ok_by_columns():
+    """N / D rows of its left factors and a sketch of 64 columns, of N = 256 rows: half of one device's on 4."""
+    model = sg.Model(sg.cells.vanilla(7, 256), sg.heads.squared_error(2))
+    params, kept = model.init(jax.random.key(0)), {}
+    for count, columns in ((1, None), (4, "columns")):
+        memory = sg.sharded(sg.ok(model, rank=2), 1, mesh_of(1, count), columns=columns).init(params).memory
+        kept[count] = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(memory))
+    assert kept[4] < 0.51 * kept[1]
+
+
 def test_a_stream_too_large_for_one_device(monkeypatch):
     """Which is why it is spread by columns: what must fit is what each device keeps."""
     model = sg.Model(sg.cells.vanilla(7, 8), sg.heads.squared_error(2))
@@ -168,7 +183,11 @@ def collectives(est, cell: str = "vanilla") -> list[str]:
     """The collectives of the compiled program of an update, with what they carry."""
     params = params_of(cell)
     given = jax.tree.map(jnp.asarray, (params, est.init(params), chunk_of(0), jax.random.key(0)))
-    text = jax.jit(est.update).lower(*given).compile().as_text()
+    return collectives_in(jax.jit(est.update).lower(*given).compile().as_text())
+
+
+def collectives_in(text: str) -> list[str]:
+    """Those of a compiled program."""
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
     return re.findall(rf"= (.*? (?:{kinds})(?:-start)?)\(", text)
 
@@ -187,6 +206,23 @@ def test_traffic_is_the_gradient_alone(name):
 def test_traffic_by_columns_is_the_same(name):
     found = collectives(sg.sharded(make(name), STREAMS, mesh_of(2, 2), columns="columns"))
     assert len(found) == 1 and "all-reduce" in found[0]
+
+
+@pytest.mark.parametrize("name", ["queue", "digits"])
+def test_traffic_of_training_is_the_gradient_and_the_loss(name):
+    """Each device makes the chunks of its own streams: nothing of the task's state travels."""
+    task = find_task(name, batch_size=8)
+    model, optimizer = sg.Model(sg.cells.vanilla(task.n_in, 3), task.head), optax.adam(1e-3)
+    est = sg.sharded(sg.rtrl(model), 8, mesh_of(4))
+    start = jax.vmap(functools.partial(begin, model, task, est, optimizer))
+    keys = jax.random.split(jax.random.key(0), 2)
+    shardings = shardings_of(est, jax.eval_shape(start, keys))
+    ts = jax.jit(start, out_shardings=shardings)(keys)
+    step = jax.vmap(training_step(task, est, optimizer), in_axes=(None, 0))
+    compiled = jax.jit(step, out_shardings=(shardings, None)).lower(task.data, ts).compile()
+    (found,) = collectives_in(compiled.as_text())
+    size = sum(leaf.size for leaf in jax.tree.leaves(ts.params)) // 2
+    assert "all-reduce" in found and f"[2,{size}]" in found
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])

@@ -109,3 +109,13 @@ def test_errors_are_one_sentence(tmp_path):
         _, found = process.communicate(timeout=60)
         assert process.returncode in (1, 2) and words in found and "Traceback" not in found
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_what_devices_have_learnt_stays_on_as_many(tmp_path):
+    carry = ("--estimator", "uoro", "--carry")
+    finish(start(tmp_path, "--updates", "20", "--devices", "2", *carry))
+    other = start(tmp_path, "--updates", "40", "--devices", "4", "--resume", *carry)
+    printed = other.communicate(timeout=200)[1]
+    assert other.returncode == 2
+    assert "holds what 2 devices have learnt" in printed and "not on 4" in printed

@@ -175,6 +175,9 @@ def _fit(where: Path, name: str, like: Any, leaf: Any) -> jax.Array:
     leaf = np.zeros(like.shape, like.dtype) if leaf is None else np.asarray(leaf)
     if leaf.shape != like.shape or leaf.dtype != like.dtype:
         have, want = f"{leaf.dtype}{list(leaf.shape)}", f"{like.dtype}{list(like.shape)}"
+        if ".shared" in name and leaf.shape[:1] + leaf.shape[2:] == like.shape[:1] + like.shape[2:]:
+            learnt = f"holds what {leaf.shape[1]} devices have learnt, each of its own streams"
+            raise ValueError(f"the checkpoint {where} {learnt}: it goes on on as many alone, not on {like.shape[1]}.")
         raise ValueError(f"the checkpoint {where} is of another run: its state{name} is {have}, not {want}.")
     return jnp.asarray(leaf)
 

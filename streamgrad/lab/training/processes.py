@@ -82,7 +82,8 @@ def together(where: str) -> None:
 def shardings_of(estimator: Any, template: Any) -> PyTree | None:
     """Where each array of a training state lies, which has a leading axis for seeds; None on one device.
 
-    All of it is on every device but the estimator's state, whose streams are spread.
+    The streams of the estimator are spread, and those of the task with them, so that each device makes its own chunks
+    from its own state; the rest is on every device.
     """
     if not isinstance(estimator, Sharded):
         return None
@@ -92,9 +93,16 @@ def shardings_of(estimator: Any, template: Any) -> PyTree | None:
     def each(spec: P, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda _: NamedSharding(estimator.mesh, P(None, *spec)), tree)
 
+    def of_task(leaf: Any) -> NamedSharding:
+        # What has as many rows as there are streams is theirs; were it not, it would lie elsewhere and be the same.
+        by_stream = leaf.shape[1:2] == streams
+        return NamedSharding(estimator.mesh, P(None, *axis) if by_stream else P())
+
+    streams = jax.tree.leaves(one.cell)[0].shape[:1]
+    axis = jax.tree.leaves(specs.cell, is_leaf=lambda spec: isinstance(spec, P))[0][:1]
     spread = jax.tree.map(each, specs, one, is_leaf=lambda spec: isinstance(spec, P))
     everywhere = jax.tree.map(lambda _: NamedSharding(estimator.mesh, P()), template)
-    return everywhere._replace(estimator=spread)
+    return everywhere._replace(estimator=spread, task=jax.tree.map(of_task, template.task))
 
 
 def place(tree: PyTree, shardings: PyTree | None) -> PyTree:
