@@ -10,7 +10,6 @@ It takes 17 seconds of CPU time. With `sg.immediate` for `sg.rtrl`, without cred
 """
 
 import argparse
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +62,12 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description="Agents in a T-maze.")
     parser.add_argument("--steps", type=int, default=3300, help="at least 33")
     options = parser.parse_args(arguments)
+    if options.steps < 33:
+        parser.error("--steps must be at least 33: a way in each of three parts.")
     params = model.init(jax.random.key(0))
     trace = jax.tree.map(lambda leaf: jnp.zeros((AGENTS, *leaf.shape)), params)
     carry = params, est.init(params), opt.init(params), trace, jnp.zeros(AGENTS, int), *jnp.zeros((2, AGENTS))
-    many_steps = jax.jit(functools.partial(jax.lax.scan, step))
+    many_steps = jax.jit(lambda carry, now: jax.lax.scan(step, carry, now))
     keys = jax.random.split(jax.random.key(1), options.steps)
     for numbers in jnp.array_split(jnp.arange(options.steps), 3):
         carry, correct = many_steps(carry, (numbers, keys[numbers]))

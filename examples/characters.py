@@ -43,13 +43,15 @@ def main(arguments=None):
     parser.add_argument("text", type=Path, nargs="?", help="a text file; by default Python's own reference")
     parser.add_argument("--updates", type=int, default=6000, help="at least 3")
     options = parser.parse_args(arguments)
+    if options.updates < 3:
+        parser.error("--updates must be at least 3: one in each of three parts.")
     alphabet, codes = read(options.text)
     one_hot = functools.partial(jax.nn.one_hot, num_classes=len(alphabet))
     # No unit of this cell reads another one's past, so that exact RTRL costs about what BPTT does.
     model = sg.Model(sg.cells.elstm(len(alphabet), 128), sg.heads.softmax(len(alphabet)))
     est, opt = sg.batched(sg.rtrl(model), STREAMS), optax.adam(5e-3)
     params = model.init(jax.random.key(0))
-    carry = params, est.init(params), opt.init(params)
+    rest = est.init(params), opt.init(params)
 
     def learn(carry, number):
         params, state, opt_state = carry
@@ -61,18 +63,16 @@ def main(arguments=None):
 
     learn_many = jax.jit(functools.partial(jax.lax.scan, learn))
     for numbers in jnp.array_split(jnp.arange(options.updates), 3):
-        carry, losses = learn_many(carry, numbers)
+        (params, *rest), losses = learn_many((params, *rest), numbers)
         print(f"update {numbers[-1] + 1}: {losses.mean() / np.log(2):.2f} bits per character", flush=True)
-    params, _, _ = carry
 
     def write(now, key):
         output, state = model.run(params, now[0], one_hot(now[1])[None])
         code = jax.random.categorical(key, jnp.log(model.head.predict(params.head, output[0])) / 0.7)
         return (state, code), code
 
-    start = model.init_state(params), codes[0, 0]
-    _, written = jax.lax.scan(write, start, jax.random.split(jax.random.key(1), 100))
-    print("".join(alphabet[written]))
+    start, keys = (model.init_state(params), codes[0, 0]), jax.random.split(jax.random.key(1), 100)
+    print("".join(alphabet[jax.lax.scan(write, start, keys)[1]]))
 
 
 if __name__ == "__main__":

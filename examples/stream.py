@@ -57,6 +57,8 @@ def main(arguments=None):
     parser.add_argument("--updates", type=int, default=3000, help="in all, with those before a stop")
     parser.add_argument("--every", type=int, default=1000, help="updates between two checkpoints")
     options = parser.parse_args(arguments)
+    if options.every < 1:
+        parser.error("--every must be at least 1.")
     with ocp.CheckpointManager(options.folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)) as saved:
         done, carry = saved.latest_step() or 0, begin()
         if done:

@@ -11,7 +11,6 @@ The stream is one of bits; the cell recalls that of six steps ago, and learns af
 """
 
 import argparse
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -59,14 +58,15 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description="Your own Equinox cell, trained on a stream.")
     parser.add_argument("--updates", type=int, default=900, help="at least 3")
     options = parser.parse_args(arguments)
+    if options.updates < 3:
+        parser.error("--updates must be at least 3: one in each of three parts.")
     params = model.init(jax.random.key(1))  # params.cell is the module's own
-    carry = params, est.init(params), opt.init(params), jnp.zeros((STREAMS, DELAY, 1))
-    learn_many = jax.jit(functools.partial(jax.lax.scan, learn))
+    rest = est.init(params), opt.init(params), jnp.zeros((STREAMS, DELAY, 1))
+    learn_many = jax.jit(lambda carry, keys: jax.lax.scan(learn, carry, keys))
     keys = jax.random.split(jax.random.key(2), options.updates)
     for numbers in jnp.array_split(jnp.arange(options.updates), 3):
-        carry, losses = learn_many(carry, keys[numbers])
+        (params, *rest), losses = learn_many((params, *rest), keys[numbers])
         print(f"update {numbers[-1] + 1}: loss {losses.mean():.3f}, chance {jnp.log(2):.3f}", flush=True)
-    params, _, _, _ = carry
     trained, h, recalled = eqx.combine(params.cell, cell), jnp.zeros(HIDDEN), ""
     shown = "110100111010001101110010"
     for bit in shown:

@@ -115,6 +115,25 @@ def test_stream_survives_a_kill(tmp_path):
     assert rest == lines[-len(rest) :]
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("characters", ["--updates", "2"], "--updates must be at least 3"),
+        ("agent", ["--steps", "1"], "--steps must be at least 33"),
+        ("your_cell", ["--updates", "0"], "--updates must be at least 3"),
+        ("stream", ["--every", "0", "--folder", "unused"], "--every must be at least 1"),
+    ],
+)
+@orbax
+def test_too_few_steps_are_said(capsys, name, arguments, words):
+    """Before anything is compiled, and no folder is made."""
+    if name in NEEDS:
+        library(NEEDS[name][0])
+    with pytest.raises(SystemExit):
+        load(name).main(arguments)
+    assert words in capsys.readouterr().err
+
+
 def test_characters(capsys, tmp_path):
     """A text that repeats itself is learnt, and written."""
     text = tmp_path / "text"
