@@ -27,7 +27,7 @@ from streamgrad.lab.tables import write_rows
 POINTS = 10  # windows of a run
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Train and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -41,16 +41,20 @@ def main() -> None:
     add("--rates", type=float, nargs="+", default=[1e-3, 3e-3])
     add("--seeds", type=int, default=3)
     add("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     config = AgentConfig(options.hidden, options.streams, options.steps, max(1, options.steps // POINTS))
+    try:
+        worlds = {length: from_gymnax("MemoryChain-bsuite", memory_length=length) for length in options.lengths}
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     rows = []
     for length, method in itertools.product(options.lengths, options.methods):
-        world = from_gymnax("MemoryChain-bsuite", memory_length=length)
         begun, make = time.monotonic(), functools.partial(make_estimator, method)
-        curves = train_agent(world, getattr(cells, options.cell), make, config, options.rates, range(options.seeds))
+        cell, seeds = getattr(cells, options.cell), range(options.seeds)
+        curves = train_agent(worlds[length], cell, make, config, options.rates, seeds)
         ends = final_success(curves)
         for rate in options.rates:
-            mine = [ends[rate, seed] for seed in range(options.seeds)]
+            mine = [ends[rate, seed] for seed in seeds]
             size = {"cell": options.cell, "hidden": options.hidden, "streams": options.streams, "steps": options.steps}
             said = {"length": length, "method": method, "rate": rate} | size
             rows.append(said | {"success": float(np.mean(mine)), "lowest": min(mine), "seeds": options.seeds})

@@ -40,7 +40,7 @@ SPLIT = ("chunks", "cells", "methods")  # what makes another program of a part
 
 
 def cases_of(part: Any) -> Iterator[Any]:
-    """A part cut into parts of one program each, the first of each method's first."""
+    """A part cut into parts of one program each."""
     fields = [name for name in SPLIT if isinstance(getattr(part, name, None), tuple)]
     for chosen in itertools.product(*(getattr(part, name) for name in fields)):
         yield dataclasses.replace(part, **{name: (value,) for name, value in zip(fields, chosen, strict=True)})
@@ -87,7 +87,7 @@ def known(out: Path, part: Any) -> set[str]:
     }
 
 
-def read_options() -> argparse.Namespace:
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=tuple(streams.PRESETS), default="paper")
@@ -101,13 +101,24 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", type=Path, help="the folder of compiled programs")
     parser.add_argument("--time", action="store_true", help="time the cases that are there, each on its own")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
+def check(parts: list[Any], data: Path | None) -> None:
+    """What the parts need is there; otherwise a sentence, before anything is written."""
+    try:
+        for part in parts:
+            if hasattr(streams.PARTS[part.name], "check"):
+                streams.PARTS[part.name].check(part, data)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Run all cases that are not there yet."""
-    options = read_options()
+    options = read_options(arguments)
     parts = {part.name: part for part in streams.PRESETS[options.preset].settings}
+    check([parts[name] for name in options.settings], options.data)
     cases = [case for name in options.settings for case in cases_of(parts[name])]
     if options.methods:
         cases = [case for case in cases if case.methods[0] in options.methods]
