@@ -202,11 +202,10 @@ def about_times(rows: Sequence[dict[str, Any]]) -> str:
         return "Seconds are those of all lanes of a method, trained at once, without compilation."
     if shared == [1]:
         return "Seconds are those of all lanes of a method, trained at once on a device of their own."
-    most = f"Seconds are those of all lanes of a method, while {shared[-1]} processes shared the device: they can be "
+    alone = ", and not with those of methods that had it for themselves" if len(shared) > 1 else ""
     return (
-        most
-        + "compared roughly"
-        + (", and not with those of methods that had it for themselves." if len(shared) > 1 else ".")
+        f"Seconds are those of all lanes of a method, while {shared[-1]} processes shared the device: they can be "
+        f"compared roughly{alone}."
     )
 
 

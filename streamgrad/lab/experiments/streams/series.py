@@ -43,7 +43,8 @@ PUBLISHED = {
     "UORO": (0.6583, 0.0497, 0.0425),
     "TBPTT, window 25": (0.0311, 0.0080, 0.0054),
 }
-# Which of theirs is the same algorithm.
+# Which of theirs has the same name. Two are not the same algorithm: their TBPTT makes one update at the end of every
+# window, and their RFLO has traces that decay by 0.9, though the network has no leak, and no random weights.
 THEIRS = {
     "rtrl": "exact RTRL",
     "snap(1)": "SnAp-1",
@@ -203,7 +204,8 @@ def section(folder: Path) -> Section | None:
         f"{about_sizes(rows)} NMSE: mean of the last five records, 250 steps apart, each over 200 steps; mean over "
         f"seeds and 95% interval, with the protocol's learning rate and with the best. {about_rates(rows)} Published: "
         "Yi and Wang 2026, Table 6, Henon / Mackey-Glass / Lorenz, at 1e-3, with 64 units, 8 streams and 15,000 "
-        f"steps. {about_times(rows)} The methods are in the order of their geometric mean."
+        "steps; their TBPTT makes one update for every window, and their RFLO has no random weights. "
+        f"{about_times(rows)} The methods are in the order of their geometric mean."
     )
     files = [f"series/{path.name}" for path in sorted(folder.glob("*.csv"))]
     return Section("Chaotic series, an update at every step", fig, text, claims(rows), table, files)
