@@ -59,6 +59,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if options.every < 1:
         parser.error("--every must be at least 1.")
+    if options.folder.is_file():
+        parser.error(f"--folder {options.folder} is a file: name a folder.")
     with ocp.CheckpointManager(options.folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)) as saved:
         done, carry = saved.latest_step() or 0, begin()
         if done:

@@ -122,10 +122,11 @@ def test_stream_survives_a_kill(tmp_path):
         ("agent", ["--steps", "1"], "--steps must be at least 33"),
         ("your_cell", ["--updates", "0"], "--updates must be at least 3"),
         ("stream", ["--every", "0", "--folder", "unused"], "--every must be at least 1"),
+        ("stream", ["--folder", __file__], "is a file: name a folder"),
     ],
 )
 @orbax
-def test_too_few_steps_are_said(capsys, name, arguments, words):
+def test_wrong_options_are_said(capsys, name, arguments, words):
     """Before anything is compiled, and no folder is made."""
     if name in NEEDS:
         library(NEEDS[name][0])
