@@ -272,3 +272,9 @@ def test_what_is_missing_is_known_before_anything_is_run(tmp_path, monkeypatch):
         with refused(words):
             streams.run(dataclasses.replace(small, settings=parts), tmp_path, lambda *words: told.append(words))
     assert not told and not list(tmp_path.iterdir())
+
+
+def test_a_refused_run_leaves_nothing_behind(tmp_path):
+    with refused("reads tinyshakespeare.txt"):
+        reproduce(["streams"], "paper", tmp_path / "run")
+    assert not (tmp_path / "run").exists()

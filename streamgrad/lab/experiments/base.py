@@ -65,6 +65,8 @@ class Experiment:
         goes on from its checkpoint, and any other file that is there is complete and stays. That the configuration is
         the same is for `reproduce` to check, by the manifest of the whole run.
       sections: `sections(folder) -> list[Section]`, the report of what `run` wrote. Reads CSV files alone.
+      check: `check(config, data)` raises ValueError where something is missing that `run` would need; None where there
+        is nothing to miss. It is asked before anything is written.
     """
 
     name: str
@@ -72,3 +74,4 @@ class Experiment:
     presets: Mapping[str, Any]
     run: Callable[..., None]
     sections: Callable[[Path], list[Section]]
+    check: Callable[[Any, Path | None], None] | None = None

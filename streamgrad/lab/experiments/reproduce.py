@@ -65,6 +65,10 @@ def reproduce(
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty: choose another folder.")
     missing = {name: _add(folder, manifest, name, config) for name, config in configs.items()}
+    for name, config in missing.items():
+        check = find_experiment(name).check
+        if check is not None and config is not None:
+            check(config, None if data is None else Path(data))
     check_room(folder, 1 << 16)  # known before hours are spent
     save_manifest(folder, manifest)
     for name, config in missing.items():

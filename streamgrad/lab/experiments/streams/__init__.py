@@ -89,6 +89,13 @@ PRESETS = {
 }
 
 
+def check(config: Config, data: Path | None) -> None:
+    """What the parts need is there, which must be known before hours are spent on the first."""
+    for part in config.settings:
+        if hasattr(PARTS[part.name], "check"):
+            PARTS[part.name].check(part, data)
+
+
 def run(
     config: Config, folder: Path, progress: Progress = silent, resume: bool = False, data: Path | None = None
 ) -> None:
@@ -101,9 +108,7 @@ def run(
       resume: a case whose file is there is done.
       data: the folder with `tinyshakespeare.txt`, for the preset "paper".
     """
-    for part in config.settings:
-        if hasattr(PARTS[part.name], "check"):  # before the first is trained
-            PARTS[part.name].check(part, data)
+    check(config, data)
     for part in config.settings:
         PARTS[part.name].train(part, Path(folder) / part.name, progress, resume, config.seed, data)
 
@@ -123,4 +128,5 @@ EXPERIMENT = Experiment(
     presets=PRESETS,
     run=run,
     sections=sections,
+    check=check,
 )
