@@ -243,7 +243,7 @@ def test_bad_input(as_a_user, make, message):
 
 
 def test_an_influence_that_cannot_fit_is_refused_before_it_is_made():
-    model = sg.Model(sg.cells.vanilla(8, 4096), sg.heads.softmax(2))
+    model = sg.Model(sg.cells.vanilla(8, 2**17), sg.heads.softmax(2))  # 16 PiB, which no device has
     params, one = jax.eval_shape(model.init, jax.random.key(0)), sg.rtrl(model)
     for est in (one, sg.batched(one, 2)):
         with pytest.raises(ValueError, match=r"would take [\d,]+\.\d GiB, but the device has"):
