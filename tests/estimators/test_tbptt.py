@@ -7,7 +7,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
-from tests.reference import estimators as oracle
+from tests.reference import truncated as oracle
 from tests.tools import bptt, error, few, made, make_chunk, make_model, make_params, run, split
 
 slow = pytest.mark.slow
