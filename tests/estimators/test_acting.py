@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
-from tests.estimators.test_conformance import ROWS, cases, make, noise_shape, noisy, of_each_kind, refuses, usual, where
+from tests.estimators.registered import ROWS, cases, make, noise_shape, noisy, of_each_kind, refuses, usual, where
 from tests.tools import error, made, make_chunk, make_model, make_params, one_sentence, split
 
 KEY = jax.random.key(3)
