@@ -56,11 +56,11 @@ def close(got, want, tolerance=1e-12):
 @each
 def test_advance_and_credit_are_update(row, cut):
     """Chunk by chunk, across resets; and as late as one likes: here all credit is given after the last chunk."""
-    model, params, chunk = subject(row)
+    model, params, chunk = subject(row, length=5)
     est = make(row, cut, model)
     now, passed, updates = est.init(params), [], []
     state = est.init(params)
-    for index, part in enumerate(split(chunk, (1, 3, 2))):
+    for index, part in enumerate(split(chunk, (1, 2, 2))):
         key = jax.random.fold_in(KEY, index)
         output, now = est.advance(params, now, part.inputs, key, part.reset)
         grads, state, _ = est.update(params, state, part, key)
