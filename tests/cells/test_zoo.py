@@ -98,8 +98,8 @@ def assert_same(got, want, tolerance=1e-10):
         np.testing.assert_allclose(np.asarray(a, b.dtype), b, rtol=0, atol=tolerance * scale)
 
 
-# One of each library, and of none.
-LIBRARIES = ("nnx.OptimizedLSTMCell", "linen.LSTMCell", "eqx.GRUCell", "haiku.LSTM", "tied")
+# One of each library.
+LIBRARIES = ("nnx.OptimizedLSTMCell", "eqx.GRUCell", "haiku.LSTM")
 
 
 @pytest.mark.parametrize("name", few(CASES, *LIBRARIES))
