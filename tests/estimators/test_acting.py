@@ -203,6 +203,7 @@ def test_noise_that_is_given(row, cut):
         est.advance(params, est.init(params), chunk.inputs, None)
 
 
+@pytest.mark.slow
 def test_bptt_that_recomputes():
     model = make_model("lstm")
     params, chunk = make_params(model), make_chunk(model, 7, reset=(3,))

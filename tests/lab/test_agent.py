@@ -97,6 +97,7 @@ def test_the_gradient_is_the_textbooks(make, cell):
     np.testing.assert_allclose(grads, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_traces_are_the_lambda_return_of_whole_episodes():
     """Σ_t δ_t e_t = Σ_t (G_t - V_t) d(log π + V)/dθ, where G_t = r_t + γ ((1 - λ) V_{t+1} + λ G_{t+1})."""
     config = AgentConfig(hidden=3, streams=1, steps=10, window=10, gamma=0.9, lam=0.7, entropy=0.0)

@@ -83,6 +83,7 @@ def test_measured_is_what_the_theory_predicts(all_rows):
         assert row.predicted < 2 * row.variance
 
 
+@pytest.mark.slow
 def test_blocks_are_compared_where_they_fill_the_chunk():
     model = tools.make_model("vanilla", 1, 4)
     params = tools.make_params(model)

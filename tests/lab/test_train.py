@@ -126,6 +126,7 @@ def test_numbers_do_not_depend_on_the_length_of_calls(cell, estimator, tmp_path,
     assert (other.folder / metrics.CSV).read_bytes() == (first.folder / metrics.CSV).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_seed_that_stops_within_a_row_ends_the_run_at_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr("streamgrad.lab.training.session.CALL_SECONDS", 1e-9)
     plan, task = Plan(updates=12, every=4, seeds=1), counting({0: 1})
