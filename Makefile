@@ -55,7 +55,7 @@ CONFORM := test_promise test_structures_are_stable test_one_trace_per_shape test
 SHORT := tests/base/test_imports.py tests/devices/test_sharded.py tests/cells tests/docs/test_readme.py \
 	$(CONFORM:%=tests/estimators/test_conformance.py::%) \
 	tests/estimators/test_exact.py::test_rtrl_is_the_textbook tests/estimators/test_unbiased.py::test_uoro_gir \
-	tests/theory/test_objective.py::test_textbook_equations tests/lab/test_train.py::test_files_of_a_run \
+	tests/theory/test_objective.py::test_textbook_equations tests/lab/test_run_files.py::test_files_of_a_run \
 	tests/lab/test_train.py::test_training_is_gradient_descent_on_the_mean_loss
 OLDEST := jax==0.8.*
 NEWEST := jax==0.12.*

@@ -42,7 +42,7 @@ def frozen(state, groups=1, diagonal=False, ready=True):
     return state._replace(shared=shared._replace(shaping=pair, alpha=alpha, ready=flag, solved=flag))
 
 
-@pytest.mark.parametrize("name", few(OPTIONS, "stream", "groups"))
+@pytest.mark.parametrize("name", few(OPTIONS, "groups"))
 def test_unbiased_with_frozen_statistics(name):
     """All sign patterns over two chunks; before the second Q_0 and α change, and GIR takes over in between."""
     model, params, est = made(name)
@@ -75,7 +75,7 @@ def streams(chunk, count=3):
     )
 
 
-@pytest.mark.parametrize("name", few(OPTIONS, "stream", "groups"))
+@pytest.mark.parametrize("name", few(OPTIONS, "groups"))
 def test_q_does_not_depend_on_the_noise_of_its_window(name):
     """Two runs that differ in the last chunk's noise alone use the same Q_0 and α there, and go on with the same."""
     model, params, est = made(name, "rademacher")

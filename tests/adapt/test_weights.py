@@ -32,6 +32,7 @@ def test_theory(cut):
     )
 
 
+@pytest.mark.slow
 def test_online_b():
     params, chunk, plain = setup()
     noise = sg.variance.draw_b_noise(jax.random.key(1), len(WEIGHTS), 8)

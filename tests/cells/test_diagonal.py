@@ -74,17 +74,17 @@ def test_bptt_is_the_gradient_through_a_scan(name):
 FORMS = [(name, "chunks") for name in CELLS] + [(name, "steps") for name in ("lru", "non-linear rtu", "elstm")]
 
 
-@pytest.mark.parametrize("name, form", few(FORMS, ("lru", "chunks"), ("elstm", "steps")))
+@pytest.mark.parametrize("name, form", few(FORMS, ("lru", "chunks")))
 def test_rtrl_is_exact(name, form):
     model = MODELS[name]
     params, chunk = make_params(model), make_chunk(model, 12, reset=RESET)
     want = bptt(model, params, chunk)
-    for sizes in ((12,), (5, 4, 3), (1,) * 12) if form == "chunks" else ((4, 8),):
+    for sizes in ((5, 5, 2), (1,) * 12) if form == "chunks" else ((4, 8),):
         got = run(made(sg.rtrl, model, form=form), params, split(chunk, sizes))[0]
         assert error(got, want) < 1e-10, sizes
 
 
-@pytest.mark.parametrize("name", few(CELLS, "lru", "mingru"))
+@pytest.mark.parametrize("name", few(CELLS, "mingru"))
 def test_has_every_cut(name):
     """No displacement moves nothing, and dh_t/dW = dh_t/dz ⊗ a at the preactivations, also where the features moved."""
     model = MODELS[name]

@@ -68,7 +68,7 @@ def test_two_processes_with_every_estimator():
     assert list(found) == NAMES and max(found.values()) < CLOSE
 
 
-@pytest.mark.parametrize("cell", ["vanilla", pytest.param("gru", marks=pytest.mark.slow), "lru"])
+@pytest.mark.parametrize("cell", ["vanilla", *(pytest.param(cell, marks=pytest.mark.slow) for cell in ("gru", "lru"))])
 @pytest.mark.parametrize("shape", [(2, 2), pytest.param((1, 4), marks=pytest.mark.slow)])
 def test_an_influence_by_columns(cell, shape):
     est = sg.sharded(make("rtrl", cell), STREAMS, mesh_of(*shape), columns="columns")
@@ -265,7 +265,7 @@ def test_axes_of_two_types(columns):
     assert difference(train(est), train(sg.batched(make("rtrl"), STREAMS))) < CLOSE
 
 
-@pytest.mark.parametrize("columns", [None, "columns"])
+@pytest.mark.parametrize("columns", [pytest.param(None, marks=pytest.mark.slow), "columns"])
 def test_advance_and_credit(columns):
     params, inputs = params_of(), [chunk_of(number).inputs for number in range(2)]
     mesh = mesh_of(2, 2)

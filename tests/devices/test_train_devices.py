@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from streamgrad.lab.cli.main import main
 from streamgrad.lab.training import read_metrics
 from streamgrad.lab.training.checkpoint import steps
 from tests.flags import FLAGS
@@ -53,11 +54,13 @@ def same(folder: Path, other: Path) -> bool:
     return all(np.allclose(found[name], expected[name], rtol=1e-3, atol=1e-5) for name in expected)
 
 
-def test_two_devices_and_on_with_one(tmp_path):
+def test_two_devices_and_on_with_one(tmp_path, monkeypatch):
+    """Two in a process of its own, which has them by its option; the rest here, and so all in float64."""
     alone, spread = tmp_path / "alone", tmp_path / "spread"
-    finish(start(alone, "--updates", "40"))
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
     finish(start(spread, "--updates", "20", "--devices", "2"))
-    finish(start(spread, "--updates", "40", "--resume"))
+    for folder, more in ((alone, ()), (spread, ("--resume",))):
+        assert main(["train", str(folder), *OPTIONS, "--updates", "40", *more]) == 0
     assert same(spread, alone)
 
 

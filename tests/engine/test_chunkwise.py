@@ -73,7 +73,7 @@ def test_spread_of_uoro_across_is_the_theory(cell, reset, blocks, alpha):
 REDUCED = [("gru", 1, None), ("vanilla", 2, (1,)), ("vanilla", 1, None), ("lstm", 1, (1,))]
 
 
-@pytest.mark.parametrize("cell, rank, reset", few(REDUCED, *REDUCED[:2]))
+@pytest.mark.parametrize("cell, rank, reset", few(REDUCED, REDUCED[0]))
 def test_ok_is_unbiased(cell, rank, reset):
     """Also with several weight matrices, whose sums have independent signs."""
     model = make_model(cell)
@@ -123,7 +123,7 @@ def test_few_streams_watched(cell):
 
 def test_shrinkage():
     """0 is truncated BPTT, a number is a weight between, "auto" finds out that noise is all there is."""
-    model = make_model("lstm", n_hidden=3)
+    model = make_model("vanilla", n_hidden=3)
     params = make_params(model)
     chunks = [make_chunk(model, 6, seed=seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
@@ -148,7 +148,7 @@ def test_shrinkage():
     np.testing.assert_allclose(auto, zero + weight * (one - zero), atol=1e-12)
 
 
-@pytest.mark.parametrize("cell", ["lstm", "stack"])
+@pytest.mark.parametrize("cell", few(["lstm", "stack"], "stack"))
 def test_blocks_inside_a_chunk_change_nothing(cell, monkeypatch):
     """A chunk that would keep more than M is walked through in parts; parameters may be tuples, as those of a stack."""
     model = make_model("lstm", n_in=2, n_hidden=3)
@@ -243,7 +243,7 @@ def test_bad_input(as_a_user, make, message):
 
 
 def test_an_influence_that_cannot_fit_is_refused_before_it_is_made():
-    model = sg.Model(sg.cells.vanilla(8, 4096), sg.heads.softmax(2))
+    model = sg.Model(sg.cells.vanilla(8, 2**17), sg.heads.softmax(2))  # 16 PiB, which no device has
     params, one = jax.eval_shape(model.init, jax.random.key(0)), sg.rtrl(model)
     for est in (one, sg.batched(one, 2)):
         with pytest.raises(ValueError, match=r"would take [\d,]+\.\d GiB, but the device has"):

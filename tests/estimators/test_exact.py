@@ -20,7 +20,7 @@ def test_rtrl_is_bptt(cell, form):
     params, rtrl, reference = make_params(model), made(sg.rtrl, model, form=form), made(sg.bptt, model)
     for reset in (None, (2, 5), (0, 1, 7)):
         chunk = make_chunk(model, 8, reset=reset)
-        chunk = chunk._replace(weight=np.random.default_rng(1).normal(size=8)) if reset == (2, 5) else chunk
+        chunk = chunk._replace(weight=np.random.default_rng(1).normal(size=8)) if reset else chunk
         want, losses, _ = run(reference, params, [chunk])
         for sizes in SPLITS if reset else SPLITS[1:]:
             grads, online_losses, _ = run(rtrl, params, split(chunk, sizes))

@@ -33,7 +33,7 @@ def setup(name, reset=(4,), length=9):
     return model, make_params(model), make_chunk(model, length, reset=reset)
 
 
-def check(make, textbook, name, options, known=None, sizes=(3, 1, 5)):
+def check(make, textbook, name, options, known=None, sizes=(1, 4, 4)):
     model, params, chunk = setup(name)
     got = run(made(make, model, **options), params, split(chunk, sizes))[0]
     want = textbook(model, params, chunk, **(options if known is None else known))
@@ -41,7 +41,7 @@ def check(make, textbook, name, options, known=None, sizes=(3, 1, 5)):
     assert error(got.head, bptt(model, params, chunk).head) < 1e-10
 
 
-@pytest.mark.parametrize("name", few(CELLS, "lstm", "lru"))
+@pytest.mark.parametrize("name", few(CELLS, "lru"))
 def test_immediate(name):
     check(sg.immediate, oracle.immediate, name, {})
 
@@ -50,7 +50,7 @@ FORMS = [(name, "chunks") for name in ("vanilla", "lstm", "gru", "leaky", "adapt
 FORMS += [(name, "steps") for name in ("gru", "adaptive lif", "stack")]
 
 
-@pytest.mark.parametrize("name, form", few(FORMS, ("lstm", "chunks"), ("adaptive lif", "steps")))
+@pytest.mark.parametrize("name, form", few(FORMS, ("lstm", "chunks")))
 def test_snap(name, form):
     check(sg.snap, oracle.snap, name, {"form": form}, {})
 
@@ -159,7 +159,7 @@ FEEDBACK = [(name, "random") for name in ("vanilla", "leaky", "gru", "lif", "ada
 FEEDBACK += [(name, "symmetric") for name in ("vanilla", "lstm", "lif")]
 
 
-@pytest.mark.parametrize("name, feedback", few(FEEDBACK, ("lstm", "symmetric"), ("adaptive lif", "random")))
+@pytest.mark.parametrize("name, feedback", few(FEEDBACK, ("adaptive lif", "random")))
 def test_eprop(name, feedback):
     check(sg.eprop, oracle.eprop, name, {"feedback": feedback, "seed": 3})
 
@@ -183,6 +183,7 @@ def test_local_rtrl(name):
     check(sg.local_rtrl, oracle.local_rtrl, name, {})
 
 
+@pytest.mark.slow
 def test_local_rtrl_is_biased_for_two_layers_alone():
     model, params, chunk = setup("stack")
     got, want = run(made(sg.local_rtrl, model), params, split(chunk, (3, 1, 5)))[0], bptt(model, params, chunk)

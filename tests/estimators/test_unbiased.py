@@ -41,9 +41,7 @@ IMMEDIATE = ("estimated", "exact")
 GIR = list(itertools.product(("state", "params", "preactivation"), (False, True), IMMEDIATE))
 
 
-@pytest.mark.parametrize(
-    "cut, shaped, immediate", few(GIR, ("preactivation", False, "estimated"), ("state", True, "exact"))
-)
+@pytest.mark.parametrize("cut, shaped, immediate", few(GIR, ("state", True, "exact")))
 def test_uoro_gir(cut, shaped, immediate):
     """All patterns, GIR, every cut; one unit for the parameters' cut, whose size is theirs."""
     model = make_model("vanilla", n_hidden=1 if cut == "params" else 2)
@@ -60,7 +58,7 @@ GIVEN += [("lstm", "preactivation", *how) for how in itertools.product(("none", 
 GIVEN = list(dict.fromkeys(GIVEN))
 
 
-@pytest.mark.parametrize("cell, cut, rescale, immediate", few(GIVEN, *GIVEN[5:7]))
+@pytest.mark.parametrize("cell, cut, rescale, immediate", few(GIVEN, GIVEN[5]))
 def test_uoro_given(cell, cut, rescale, immediate):
     """Rescaling that does not see the noise, with a random Q_0 that is not symmetric."""
     model = make_model(cell)
@@ -97,6 +95,7 @@ def test_groups_gir(groups, immediate):
     assert_unbiased(est, model, make_chunk(model, 3), all_signs(3, 4))
 
 
+@pytest.mark.slow
 def test_stacked_layers_gir():
     """Each layer is a group of its own, and the lower one acts through the upper one's weights."""
     cell = sg.cells.stack(sg.cells.vanilla(1, 2), sg.cells.vanilla(2, 2))
@@ -109,9 +108,7 @@ PREUORO += [("vanilla", "none", "exact"), ("lstm", "alpha", "estimated"), ("gru"
 PREUORO += [("stack", "alpha", "exact")]
 
 
-@pytest.mark.parametrize(
-    "cell, rescale, immediate", few(PREUORO, ("lstm", "gir", "estimated"), ("stack", "alpha", "exact"))
-)
+@pytest.mark.parametrize("cell, rescale, immediate", few(PREUORO, ("lstm", "gir", "estimated")))
 def test_preuoro(cell, rescale, immediate):
     model = make_model(cell)
     rescale = jnp.asarray(random_alpha(8)) if rescale == "alpha" else rescale

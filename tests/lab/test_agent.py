@@ -19,7 +19,7 @@ STEPS = 14
 
 def lived(agent, config, steps=STEPS, rate=0.0):
     """The first steps of a run: parameters at its beginning, and what was seen, time leading."""
-    state = agent.init(1, rate)
+    state = jax.jit(agent.init)(1, rate)
     # Away from zero, where a policy is even and values are all alike.
     head = jax.tree.map(lambda leaf: leaf + jax.random.normal(jax.random.key(5), leaf.shape), state.params.head)
     state = state._replace(params=state.params._replace(head=head))
@@ -28,34 +28,37 @@ def lived(agent, config, steps=STEPS, rate=0.0):
     return state.params, seen
 
 
-def read_again(model, seen, stream, immediate=False):
-    """By the parameters as a vector: log π(a_t), V_t and the entropy of a stream's whole history, step by step."""
-    all_begin = np.asarray(seen.begins[:, stream])  # known while `read` is traced
+def read_again(model, params, immediate=False):
+    """By a stream: log π(a_t), V_t and the entropy of its whole history, step by step, and their Jacobians."""
+    vector, unravel = ravel_pytree(params)
+    cell, fresh = model.given, model.given.init_state()
 
-    def read(params):
-        cell, found = model.given, []
-        state = cell.init_state()
-        for observation, begins, action in zip(
-            seen.observation[:, stream], all_begin, seen.action[:, stream], strict=True
-        ):
-            state = cell.init_state() if begins else jax.lax.stop_gradient(state) if immediate else state
+    def read(vector, history):
+        params = unravel(vector)
+
+        def step(state, now):
+            observation, begins, action = now
+            state = jax.lax.stop_gradient(state) if immediate else state
+            state = jax.tree.map(lambda new, old: jnp.where(begins, new, old), fresh, state)
             state = cell.step(params.cell, state, observation)
             logits, value = model.head.predict(params.head, cell.output(state))
             p = jax.nn.softmax(logits)
-            found.append(jnp.stack([jnp.log(p[action]), value, -jnp.sum(p * jnp.log(p))]))
-        return jnp.stack(found, axis=1)
+            return state, jnp.stack([jnp.log(p[action]), value, -jnp.sum(p * jnp.log(p))])
 
-    return read
+        return jax.lax.scan(step, fresh, history)[1].T
+
+    both = jax.jit(lambda history: (read(vector, history), jax.jacrev(read)(vector, history)))
+    return lambda seen, stream: both(
+        jax.tree.map(lambda leaf: leaf[:, stream], (seen.observation, seen.begins, seen.action))
+    )
 
 
 def textbook(model, params, seen, config, immediate=False):
     """Every step's gradient: each trace as the sum that it stands for, through the whole history."""
-    vector, unravel = ravel_pytree(params)
-    total = np.zeros((STEPS, len(vector)))
+    total = np.zeros((STEPS, ravel_pytree(params)[0].size))
+    read = read_again(model, params, immediate)
     for stream in range(config.streams):
-        read = read_again(model, seen, stream, immediate)
-        _, values, _ = jax.jit(read)(params)
-        log_p, value, entropy = jax.jit(jax.jacrev(lambda v, read=read: read(unravel(v))))(vector)
+        (_, values, _), (log_p, value, entropy) = jax.device_get(read(seen, stream))
         score, begins = log_p + config.critic * value, np.asarray(seen.begins[:, stream])
         for t in range(STEPS):
             total[t] -= config.entropy * entropy[t] / config.streams
@@ -94,6 +97,7 @@ def test_the_gradient_is_the_textbooks(make, cell):
     np.testing.assert_allclose(grads, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_traces_are_the_lambda_return_of_whole_episodes():
     """Σ_t δ_t e_t = Σ_t (G_t - V_t) d(log π + V)/dθ, where G_t = r_t + γ ((1 - λ) V_{t+1} + λ G_{t+1})."""
     config = AgentConfig(hidden=3, streams=1, steps=10, window=10, gamma=0.9, lam=0.7, entropy=0.0)
@@ -101,10 +105,8 @@ def test_traces_are_the_lambda_return_of_whole_episodes():
     params, seen = lived(agent, config)
     end = int(np.flatnonzero(seen.begins[:, 0])[-1])  # what comes after is no whole episode
     assert end >= 6
-    read, (vector, unravel) = read_again(agent.model, seen, 0), ravel_pytree(params)
-    _, values, _ = jax.jit(read)(params)
-    log_p, value, _ = jax.jit(jax.jacrev(lambda v: read(unravel(v))))(vector)
-    expected, returned = np.zeros(len(vector)), 0.0
+    (_, values, _), (log_p, value, _) = jax.device_get(read_again(agent.model, params)(seen, 0))
+    expected, returned = np.zeros(log_p.shape[1]), 0.0
     for t in reversed(range(end)):
         follows = 0.0 if seen.done[t, 0] else (1 - config.lam) * values[t + 1] + config.lam * returned
         returned = seen.reward[t, 0] + config.gamma * follows
@@ -134,23 +136,23 @@ def test_runs_together_are_the_runs_alone_and_can_be_taken_up_again():
     rates, seeds = [0.0, 3e-2], [3, 4]
     states, rows = zip(*((jax.device_get(s), r) for s, r in windows(agent, CONFIG, rates, seeds)), strict=True)
     assert [(row["rate"], row["seed"]) for row in rows[0]] == [(0.0, 3), (0.0, 4), (3e-2, 3), (3e-2, 4)]
-    alone = agent.init(4, 3e-2)
+    alone, run = jax.jit(agent.init)(4, 3e-2), jax.jit(agent.run)
     for state, found in zip(states, rows, strict=True):
-        alone, totals = jax.jit(agent.run)(alone)
+        alone, totals = run(alone)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x[3], y, rtol=1e-8, atol=1e-12), state, alone)
         np.testing.assert_allclose(found[3]["success"] * found[3]["episodes"], totals.successes)
         np.testing.assert_allclose(found[3]["mean_return"] * found[3]["episodes"], totals.returns)
     ((state, found),) = windows(agent, CONFIG, rates, seeds, states[0])
     assert found == rows[1]
     jax.tree.map(np.testing.assert_array_equal, state, states[1])
-    first = jax.vmap(agent.init)(jnp.array([3, 4]), jnp.zeros(2))
+    first = jax.jit(jax.vmap(agent.init))(jnp.array([3, 4]), jnp.zeros(2))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x[:2], y, rtol=1e-12), states[1].params, first.params)
     assert not jnp.allclose(states[1].params.head["w"][2:], first.params.head["w"])
 
 
 def test_totals_count_the_episodes_that_ended():
     agent = make_agent(t_maze(2), sg.cells.vanilla, sg.immediate, CONFIG)
-    state = agent.init(0, 1e-2)
+    state = jax.jit(agent.init)(0, 1e-2)
     _, totals = jax.jit(agent.run)(state)
     _, seen = jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.step(s), state, None, CONFIG.window))(state)
     episodes, successes, returns = 0, 0, 0.0

@@ -202,15 +202,26 @@ def test_every_preset_is_a_valid_plan():
             assert plan.updates % plan.checkpoint_every == 0
 
 
-def test_variance_runs_resumes_and_reports(tmp_path):
+def one_setting():
     config = find_experiment("variance").presets["smoke"]
-    config = dataclasses.replace(config, settings=config.settings[:1])
+    return dataclasses.replace(config, settings=config.settings[:1])
+
+
+@pytest.mark.slow
+def test_variance_resumes(tmp_path):
+    variance.run(one_setting(), tmp_path / "whole")
+    variance.run(dataclasses.replace(one_setting(), updates=4), tmp_path / "parts")
+    variance.run(one_setting(), tmp_path / "parts", resume=True)
+    parts, whole = (records.read_settings(tmp_path / name, variance_report.NAMES) for name in ("parts", "whole"))
+    np.testing.assert_array_equal(parts["identity-gir"]["loss"], whole["identity-gir"]["loss"])
+
+
+def test_variance_runs_and_reports(tmp_path):
     seen = []
-    variance.run(dataclasses.replace(config, updates=4), tmp_path, lambda *what: seen.append(what[:3]))
-    assert seen == [("identity-gir", done, 4) for done in (0, 1, 4)]
+    variance.run(one_setting(), tmp_path, lambda *what: seen.append(what[:3]))
+    assert seen == [("identity-gir", done, 8) for done in (0, 1, 4, 8)]
     with pytest.raises(ValueError, match="has a run already"):
-        variance.run(config, tmp_path)
-    variance.run(config, tmp_path, resume=True)
+        variance.run(one_setting(), tmp_path)
     (record,) = records.read_settings(tmp_path, variance_report.NAMES).values()
     assert record.update.tolist() == [2, 4, 6, 8]
     assert record["loss"].shape == (2, 4)

@@ -76,7 +76,7 @@ def without_loss(model, length, steps):
 
 
 @pytest.mark.parametrize("decay", few([0.0, 0.9], 0.9))
-@pytest.mark.parametrize("steps", [(0, 1, 2, 3), (2,)])
+@pytest.mark.parametrize("steps", [pytest.param((0, 1, 2, 3), marks=pytest.mark.slow), (2,)])
 def test_steps_without_a_loss_are_kept(steps, decay):
     """What no loss sees yet is not lost: later losses see it."""
     model, chunk = without_loss(make_model("vanilla"), 5, steps)

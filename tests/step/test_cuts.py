@@ -9,7 +9,7 @@ from jax.flatten_util import ravel_pytree
 import streamgrad as sg
 from tests.tools import CELL_CUTS, few, make_chunk, make_model, make_params
 
-QUICK = [("lstm", "state"), ("nested", "params"), ("gru", "preactivation"), ("stack", "preactivation")]
+QUICK = [("lstm", "state"), ("nested", "params"), ("gru", "preactivation")]
 
 
 @pytest.mark.parametrize("cell, cut", few(CELL_CUTS, *QUICK))

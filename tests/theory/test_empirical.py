@@ -55,6 +55,7 @@ def test_equals_numpy(n, block):
     assert got.samples == n
 
 
+@pytest.mark.slow
 def test_any_registered_estimator():
     model = tools.make_model("vanilla", 1, 2)
     params = tools.make_params(model)

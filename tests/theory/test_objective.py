@@ -82,7 +82,7 @@ def check_against_enumeration(est, params, chunk, patterns, theory):
 
 
 @pytest.mark.parametrize(("groups", "reset"), tools.few([(1, None), (2, None), (4, None), (2, (2,))], (2, (2,))))
-@pytest.mark.parametrize("cell", tools.few(SIZES, "vanilla", "gru"))
+@pytest.mark.parametrize("cell", tools.few(SIZES, "gru"))
 def test_enumeration_equals_theory(cell, groups, reset):
     model, params, chunk, ep = case(cell, reset)
     q0, index = blocks_q0(model, groups)
@@ -99,7 +99,7 @@ def test_enumeration_equals_theory(cell, groups, reset):
     check_against_enumeration(est, params, chunk, tools.all_signs(LENGTH, ep.size), theory)
 
 
-@pytest.mark.parametrize("cell", tools.few(SIZES, "lstm"))
+@pytest.mark.parametrize("cell", tools.few(SIZES, "vanilla"))
 def test_enumeration_equals_theory_for_one_full_matrix(cell):
     model, params, chunk, ep = case(cell)
     q0, alpha = tools.random_q0(ep.size), tools.random_alpha(LENGTH)
@@ -203,9 +203,9 @@ def test_rademacher_is_never_worse_and_groups_help():
 
 
 def test_batched_under_vmap_and_jit():
-    model = tools.make_model("gru", 1, 2)
+    model = tools.make_model("vanilla", 1, 2)
     params = tools.make_params(model)
-    chunks = [tools.make_chunk(model, 5, seed) for seed in range(3)]
+    chunks = [tools.make_chunk(model, 3, seed) for seed in range(3)]
     together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
 
     def analyse(chunk):

@@ -110,6 +110,7 @@ def test_greedy_minimises_its_objective_at_every_step():
         np.testing.assert_allclose(beta[s] ** 4, weight[s] / np.sum((b[s, s] @ q0) ** 2))
 
 
+@pytest.mark.slow
 def test_greedy_as_ratios_of_expectations():
     """Means over all sign patterns of the recursion's own terms."""
     length = 3

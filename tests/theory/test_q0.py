@@ -84,6 +84,7 @@ def test_groups_stay_apart_exactly():
     sg.uoro(model, groups=2, q0=q0)
 
 
+@pytest.mark.slow
 def test_predicted_gain_is_the_gain():
     model = tools.make_model("lstm", 1, 2)
     params = tools.make_params(model)
