@@ -1,5 +1,6 @@
 """Strict numerics for every test: the CPU, float64, no rank promotion, shapes of annotations checked at run time."""
 
+import gc
 import os
 
 from tests.flags import FLAGS
@@ -38,6 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = NEEDS.get(item.name.rpartition(".")[0])
         if name is not None and not have(name):
             item.add_marker(pytest.mark.skip(reason=f"{name} cannot be imported here"))
+
+
+def pytest_collection_finish() -> None:
+    """Tracing makes many small objects, for which the collector would walk through all modules again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)
