@@ -35,6 +35,7 @@ from streamgrad.lab.manifest import FILE, new_manifest, now, save_manifest
 from streamgrad.lab.progress import silent
 from streamgrad.lab.tables import read_rows, write_rows
 
+SEED = streams.Config(()).seed  # of the first trial, as `streamgrad reproduce` has it
 TIMED = 1000  # updates
 SPLIT = ("chunks", "cells", "methods")  # what makes another program of a part
 
@@ -55,7 +56,7 @@ def run_case(part: Any, options: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         small = dataclasses.replace(part, steps=TIMED * getattr(part, "chunks", (getattr(part, "chunk", 1),))[0])
         train = streams.PARTS[part.name].train
-        train(small if options.time else part, Path(scratch), silent, False, options.seed, options.data)
+        train(small if options.time else part, Path(scratch), silent, False, SEED, options.data)
         for path in sorted(Path(scratch).glob("*.csv")):
             rows, kept = read_rows(path), options.out / "streams" / part.name / path.name
             if options.time:
@@ -72,19 +73,20 @@ def pace(rows: list[dict[str, Any]]) -> float:
 
 
 def name_of(part: Any) -> str:
-    """What tells a case from others, as its files have it too."""
-    chunk, cell = getattr(part, "chunks", (1,))[0], getattr(part, "cells", (getattr(part, "cell", ""),))[0]
-    return f"{part.name}, {cell}, {part.methods[0]}" + (f", chunks of {chunk}" if hasattr(part, "chunks") else "")
+    """What tells a case from others."""
+    cell = getattr(part, "cells", (getattr(part, "cell", ""),))[0]
+    return called(part, cell, part.methods[0], getattr(part, "chunks", (0,))[0])
 
 
 def known(out: Path, part: Any) -> set[str]:
-    """The names of the cases of a part that are there."""
+    """The names of the cases of a part whose files are there."""
     firsts = [read_rows(path)[0] for path in sorted((out / "streams" / part.name).glob("*.csv"))]
-    by_chunk = hasattr(part, "chunks")
-    return {
-        f"{part.name}, {row['cell']}, {row['method']}" + (f", chunks of {int(row['chunk'])}" if by_chunk else "")
-        for row in firsts
-    }
+    return {called(part, row["cell"], row["method"], row.get("chunk", 0)) for row in firsts}
+
+
+def called(part: Any, cell: str, method: str, chunk: float) -> str:
+    """The name of a case; of a part that has several chunk lengths with its own."""
+    return f"{part.name}, {cell}, {method}" + (f", chunks of {int(chunk)}" if hasattr(part, "chunks") else "")
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -96,33 +98,24 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--settings", nargs="+", choices=tuple(streams.PARTS), default=list(streams.PARTS), metavar="NAME"
     )
-    parser.add_argument("--methods", nargs="+", help="only these")
     parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", type=Path, help="the folder of compiled programs")
     parser.add_argument("--time", action="store_true", help="time the cases that are there, each on its own")
     return parser.parse_args(arguments)
 
 
-def check(parts: list[Any], data: Path | None) -> None:
-    """What the parts need is there; otherwise a sentence, before anything is written."""
-    try:
-        for part in parts:
-            if hasattr(streams.PARTS[part.name], "check"):
-                streams.PARTS[part.name].check(part, data)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run all cases that are not there yet."""
     options = read_options(arguments)
-    parts = {part.name: part for part in streams.PRESETS[options.preset].settings}
-    check([parts[name] for name in options.settings], options.data)
-    cases = [case for name in options.settings for case in cases_of(parts[name])]
-    if options.methods:
-        cases = [case for case in cases if case.methods[0] in options.methods]
-    there = set().union(*(known(options.out, parts[name]) for name in options.settings))
+    preset = streams.PRESETS[options.preset]
+    by_name = {part.name: part for part in preset.settings}
+    parts = tuple(by_name[name] for name in options.settings)
+    try:
+        streams.check(dataclasses.replace(preset, settings=parts), options.data)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    cases = [case for part in parts for case in cases_of(part)]
+    there = set().union(*(known(options.out, part) for part in parts))
     cases = [case for case in cases if (name_of(case) in there) == options.time]
     if not (options.out / FILE).exists():  # so that `streamgrad reproduce --resume` knows the folder
         about = new_manifest(

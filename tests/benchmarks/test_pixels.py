@@ -101,6 +101,36 @@ def test_a_toy_run_learns(update, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["rtrl", "dni"])  # nothing that outlives a sequence, and something that does
+def test_a_run_that_was_stopped_goes_on(estimator, tmp_path, monkeypatch):
+    """To the rows of the unbroken one: parameters, optimiser, rate and order are those that it would have had."""
+    words = [
+        "pixels",
+        "--preset",
+        "smoke",
+        "--estimator",
+        estimator,
+        "--chunk",
+        "7",
+        "--state",
+        str(tmp_path / "s.npz"),
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    digits, held_out = pixels.make_digits(64, 0, 56), pixels.make_digits(32, 1, 56)
+
+    def measured(rows):
+        return [(row["done"], row["test_loss"], row["test_accuracy"]) for row in rows]
+
+    first, whole = pixels.train(pixels.read_options(), digits, held_out)
+    (tmp_path / "s.npz").unlink()
+    broken = pixels.train(pixels.read_options(), digits, held_out)
+    assert measured(next(broken)) == measured(first)
+    broken.close()
+    (rest,) = pixels.train(pixels.read_options(), digits, held_out)
+    assert measured(rest) == measured(whole)
+
+
+@pytest.mark.slow
 def test_what_stays_stays():
     """`--freeze` and `--recurrent-rate` are of single parameters by name."""
     options = argparse.Namespace(

@@ -75,19 +75,24 @@ def test_an_influence_by_columns(cell, shape):
     assert difference(train(est, cell), train(sg.batched(make("rtrl", cell), STREAMS), cell)) < CLOSE
 
 
-@pytest.mark.parametrize("hidden", [6, pytest.param(70, marks=pytest.mark.slow)])
-def test_kronecker_sums_by_columns(hidden):
-    """Also of matrices that are mixed by a sketch: those with more rows than it has directions."""
-    model = sg.Model(sg.cells.vanilla(2, hidden), sg.heads.squared_error(2))
+def by_columns(est, model) -> tuple[float, sg.EstimatorState]:
+    """How far the last of three gradients is from that of one device, on two devices by two columns; the state."""
     params = jax.tree.map(lambda w: w.astype(jnp.float64), model.init(jax.random.key(0)))
-    est = sg.ok(model, rank=2)
     found = []
     for many in (sg.batched(est, STREAMS), sg.sharded(est, STREAMS, mesh_of(2, 2), columns="columns")):
         state = many.init(params)
         for number in range(3):
             grads, state, _ = many.update(params, state, chunk_of(number), jax.random.key(number))
         found.append([np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(grads))])
-    assert difference(found[1], found[0]) < CLOSE
+    return difference(found[1], found[0]), state
+
+
+@pytest.mark.parametrize("hidden", [6, pytest.param(70, marks=pytest.mark.slow)])
+def test_kronecker_sums_by_columns(hidden):
+    """Also of matrices that are mixed by a sketch: those with more rows than it has directions."""
+    model = sg.Model(sg.cells.vanilla(2, hidden), sg.heads.squared_error(2))
+    far, state = by_columns(sg.ok(model, rank=2), model)
+    assert far < CLOSE
     left = state.memory.left["w"]
     assert {part.data.nbytes * 2 for part in left.addressable_shards} == {left.nbytes // 2}
 
@@ -95,29 +100,14 @@ def test_kronecker_sums_by_columns(hidden):
 def test_a_single_row_by_columns():
     """Which cannot be cut: every device keeps it, and it is counted once."""
     model = sg.Model(sg.cells.vanilla(2, 1), sg.heads.squared_error(2))
-    params = jax.tree.map(lambda w: w.astype(jnp.float64), model.init(jax.random.key(0)))
-    est, found = sg.ok(model), []
-    for many in (sg.batched(est, STREAMS), sg.sharded(est, STREAMS, mesh_of(2, 2), columns="columns")):
-        state = many.init(params)
-        for number in range(2):
-            grads, state, _ = many.update(params, state, chunk_of(number), jax.random.key(number))
-        found.append([np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(grads))])
-    assert difference(found[1], found[0]) < CLOSE
+    assert by_columns(sg.ok(model), model)[0] < CLOSE
 
 
 @pytest.mark.slow
 def test_a_stack_of_layers_by_columns():
     model = sg.Model(sg.cells.stack(sg.cells.gru(2, 3), sg.cells.lru(3, 4)), sg.heads.squared_error(2))
-    params = jax.tree.map(lambda w: w.astype(jnp.float64), model.init(jax.random.key(0)))
     for make_one in (sg.local_rtrl, sg.rtrl):
-        found = []
-        est = make_one(model)
-        for many in (sg.batched(est, STREAMS), sg.sharded(est, STREAMS, mesh_of(2, 2), columns="columns")):
-            state = many.init(params)
-            for number in range(3):
-                grads, state, _ = many.update(params, state, chunk_of(number), None)
-            found.append([np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(grads))])
-        assert difference(found[1], found[0]) < CLOSE
+        assert by_columns(make_one(model), model)[0] < CLOSE
 
 
 @pytest.mark.slow

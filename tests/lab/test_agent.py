@@ -150,6 +150,20 @@ def test_runs_together_are_the_runs_alone_and_can_be_taken_up_again():
     assert not jnp.allclose(states[1].params.head["w"][2:], first.params.head["w"])
 
 
+def test_worlds_together_are_the_worlds_alone():
+    """Mazes of several corridors, made of one, are each what a maze of that length is by itself, episode by episode."""
+    corridors, seeds = (3, 1), [0, 1]
+    places = [lambda mazes, n=n: mazes._replace(corridor=jnp.full_like(mazes.corridor, n)) for n in corridors]
+    make = functools.partial(make_agent, make_cell=sg.cells.vanilla, make_estimator=sg.immediate, config=CONFIG)
+    together = [row for _, rows in windows(make(t_maze(5)), CONFIG, [1e-2], seeds, worlds=places) for row in rows]
+    for setting, corridor in enumerate(corridors):
+        alone = [row for _, rows in windows(make(t_maze(corridor)), CONFIG, [1e-2], seeds) for row in rows]
+        mine = [row | {"setting": 0} for row in together if row["setting"] == setting]
+        assert [row["episodes"] for row in mine] == [row["episodes"] for row in alone]
+        assert [row["success"] for row in mine] == [row["success"] for row in alone]
+        np.testing.assert_allclose([row["mean_return"] for row in mine], [row["mean_return"] for row in alone])
+
+
 def test_totals_count_the_episodes_that_ended():
     agent = make_agent(t_maze(2), sg.cells.vanilla, sg.immediate, CONFIG)
     state = jax.jit(agent.init)(0, 1e-2)
