@@ -5,10 +5,12 @@ For each row n of weights and its few units U, with D_t = dh_t/dh_{t-1} and I_t 
     M_t = D_t M_{t-1} + I_t a_t^T,    dL/dθ = Σ_t (dL_t/dh_t) M_t
 
 Read backwards, e_t = dL_t/dh_t + e_{t+1} D_{t+1}, so that dL/dθ = Σ_t (e_t I_t) a_t^T + (e_1 D_1) M_0. The same with
-C_t = C_{t+1} D_{t+1} from C_K = 1 in place of e gives M_K. Nothing of the size of the weights is touched in between.
+C_t = C_{t+1} D_{t+1} from C_K = 1 in place of e gives M_K. Nothing of the size of the weights is touched in between,
+and D, e and C are those of a set of units, whichever rows have them.
+
+In this file a list is one over the blocks of rows (`Local.blocks`), or over the tables of sets of units (`Local.sets`).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,50 +19,64 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from streamgrad._typing import Array, Float, PyTree
+from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, Model, Params
 from streamgrad.engine import shaped
-from streamgrad.engine.chunkwise import Across, Crossing, Walk, chunkwise
+from streamgrad.engine.chunkwise import Across, Crossing, Walk, chunkwise, leading
 from streamgrad.engine.estimator import Algorithm
 from streamgrad.engine.passes import backward, forward, read_out
+from streamgrad.engine.places import Places, advanced, summed, times
 from streamgrad.engine.unroll import unroll
 from streamgrad.step.linear import Linear, linear
-from streamgrad.step.local import Local
-from streamgrad.step.weights import Outer, add_pulled, sum_outer
+from streamgrad.step.local import Block, Local
+from streamgrad.step.take import take
+from streamgrad.step.weights import Outer, sum_outer
 
 Signal = Callable[[Params, Float[Array, "K B S"], PyTree, Float[Array, "K B S"]], Float[Array, "K B S"]]
 
 
 def by_own_units(model: Model, local: Local, inside: str, signal: Signal | None = None) -> Algorithm:
     """The algorithm of an influence at each weight's own units; arguments as in `local_walk`."""
-    return chunkwise(model, local_influence(local, inside), walk_through=local_walk(local, inside, signal))
+    return chunkwise(model, local_influence(local), walk_through=local_walk(local, inside, signal))
 
 
-def local_influence(local: Local, inside: str) -> Across:
+def local_influence(local: Local) -> Across:
     """M at the units of each row, across chunks.
 
     Args:
       local: which units.
-      inside: "steps" for the recursion at every step, "backprop" for backpropagation inside the chunk.
 
     Returns:
-      The influence, for `chunkwise` with `local_walk`.
+      The influence, for `chunkwise` with `local_walk`. Its memory is a list of blocks of rows, each with an array
+      `[rows, A]` for every place.
     """
-    reach = local.reach
 
-    def init(params: PyTree, state: PyTree) -> PyTree:
+    def init(params: PyTree, state: PyTree) -> list[Places]:
         del state
-        return shaped.zeros(reach, params)
+        matrices = jax.tree.leaves(params)
 
-    def advance(shared: PyTree, memory: PyTree, noise: None, crossing: Crossing) -> tuple[PyTree, dict[str, Array]]:
+        def zeros(block: Block) -> Places:
+            places = len(local.sets.leaves[block.table].own)
+            return (jnp.zeros_like(matrices[block.matrix][block.begin : block.end]),) * places
+
+        return list(map(zeros, local.blocks))
+
+    def advance(
+        shared: PyTree, memory: list[Places], noise: None, crossing: Crossing
+    ) -> tuple[list[Places], dict[str, Array]]:
         del shared, noise
-        moved = jax.tree.map(shaped.row_by_row, crossing.back, memory)
-        return add_pulled(moved, crossing.pulled), {}
+        left, features = crossing.pulled
+        parts = zip(local.blocks, crossing.back, memory, left, strict=True)
+        return [advanced(moves, m, v, features[block.matrix]) for block, moves, m, v in parts], {}
 
-    def older(memory: PyTree, start: PyTree) -> PyTree:
-        if inside == "backprop":
-            return shaped.contract(reach, start / len(start), memory)
-        return jax.tree.map(lambda e, m: shaped.sum_rows(e / len(e), m), start, memory)
+    def older(memory: list[Places], start: list[Float[Array, "b _p _rows"]]) -> PyTree:
+        def one(block: Block, e: Array, m: Places) -> Float[Array, "rows A"]:
+            features = jax.tree.leaves(local.weights)[block.matrix].shape[1]
+            return summed(e / len(e), m) if m else jnp.zeros((block.end - block.begin, features), e.dtype)
+
+        # To join sums while they are made takes a GPU twice as long as to make them and join them afterwards.
+        sums = jax.lax.optimization_barrier(list(map(one, local.blocks, start, memory)))
+        return _whole(local, sums, axis=0)
 
     return Across(init, lambda memory, noise: jnp.zeros(()), advance, older)
 
@@ -70,14 +86,13 @@ def local_walk(local: Local, inside: str, signal: Signal | None = None) -> Calla
 
     Args:
       local: which units.
-      inside: as in `local_influence`.
+      inside: "steps" for the recursion at every step, "backprop" for backpropagation inside the chunk.
       signal: `signal(params, states, targets, dl_dstate) -> [K, B, S]`, what is sent to the units in place of
         dL_t/dh_t; None for that itself.
 
     Returns:
       `walk_through`, for `chunkwise`.
     """
-    reach = local.reach
 
     def walk(
         model: Model,
@@ -100,23 +115,26 @@ def local_walk(local: Local, inside: str, signal: Signal | None = None) -> Calla
         end, _, states, kept, features = forward(maps, fresh, start, None, chunk)
         losses, head, dl_dstate = read_out(model, params, unravel, states, chunk)
         sent = dl_dstate if signal is None else signal(params, states, chunk.targets, dl_dstate)
-        watched = jax.tree.leaves(memory)[0].shape[0]
+        watched = leading(memory, len(start))
+        first = lambda tree: jax.tree.map(lambda leaf: leaf[:, :watched], tree)  # noqa: E731
 
         if whole is None:
-            jacobians, entries = _between(reach, few, kept, chunk.reset, fresh.dtype)
-            signals = shaped.at_units(reach, params.cell, sent)
-            e, left = _back(signals, jacobians, entries)
-            total = sum_outer(Outer(left, features))
-            jacobians, entries = jax.tree.map(lambda leaf: leaf[:, :watched], (jacobians, entries))
+            jacobians, entries = _between(local, few, kept, chunk.reset, fresh.dtype)
+            signals = shaped.at_units(local.sets, sent)
+            e, moves, es, cs = _recursions(signals, jacobians, watched)
+            left = [times(e, entry, 2) for e, entry in zip(_at_rows(local, es), entries, strict=True)]
+            total = sum_outer(Outer(_whole(local, left, axis=2), features))
+            entries = first(entries)
         else:
             asks = jnp.zeros((0, 0, fresh.size), fresh.dtype)
             found, _, total = backward(whole, kept[0], features, params.cell, sent, asks, chunk.reset, len(sent))
-            e = found[0]
-            some, reset = jax.tree.map(lambda leaf: leaf[:, :watched], (kept[1], chunk.reset))
-            jacobians, entries = _between(reach, few, some, reset, fresh.dtype)
-        some = jax.tree.map(lambda leaf: leaf[:, :watched], features)
-        moves, right = _forget(jacobians, entries)
-        return Walk(end, states, losses, head, total, e, Crossing(moves, Outer(right, some), None, None))
+            jacobians, entries = _between(local, few, *first((kept[1], chunk.reset)), fresh.dtype)
+            e = shaped.at_units(local.sets, found[0])
+            _, moves, _, cs = _recursions([], jacobians, watched)
+        right = [times(c, entry[:, :, None], 3) for c, entry in zip(_at_rows(local, cs), entries, strict=True)]
+        pulled = Outer(right, jax.tree.leaves(first(features)))
+        crossing = Crossing(_at_rows(local, moves), pulled, None, None)
+        return Walk(end, states, losses, head, total, _at_rows(local, e), crossing)
 
     return walk
 
@@ -131,51 +149,66 @@ def _both(whole: Linear, few: Linear) -> Callable:
     return take
 
 
-def _between(reach: shaped.Reach, maps: Linear, kept: PyTree, reset: Array | None, dtype: Any) -> tuple[PyTree, PyTree]:
-    """D_t and I_t between the units of each row, for all steps at once: `[K, B, p, q, rows]` and `[K, B, p, rows]`."""
-    vectors = shaped.colour_vectors(reach, dtype)
+def _between(
+    local: Local, maps: Linear, kept: PyTree, reset: Bool[Array, "K B"] | None, dtype: Any
+) -> tuple[list[Array], list[Array]]:
+    """For all steps at once D_t between the units of each set, `[K, B, p, p, U]`, and I_t, `[K, B, p, rows]`."""
+    vectors = shaped.colour_vectors(local.reach, dtype)
     of_steps = jax.vmap(jax.vmap(jax.vmap(maps.pull, in_axes=(None, 0)), in_axes=(0, None)), in_axes=(0, None))
     back, here = of_steps(kept, vectors)  # [K, B, R, S] and [K, B, R, rows]
     if reset is not None:
         back = jnp.where(reset[:, :, None, None], 0, back)
     steps, streams = back.shape[:2]
-    jacobians = shaped.among_own(reach, here, back.reshape(-1, *back.shape[2:]))
-    jacobians = jax.tree.map(lambda leaf: leaf.reshape(steps, streams, *leaf.shape[1:]), jacobians)
-    return jacobians, shaped.pick(reach, here)
+    jacobians = shaped.among_own(local.sets, back.reshape(-1, *back.shape[2:]))
+    rows = jax.tree.leaves(here)
+    entries = shaped.pick(local.reach, [rows[block.matrix][..., block.begin : block.end] for block in local.blocks])
+    return [leaf.reshape(steps, streams, *leaf.shape[1:]) for leaf in jacobians], entries
 
 
-def _times(v: Array, by: Array) -> Array:
-    """Σ_p v[:, p] by[:, p]; of few terms one by one, for a compiler makes a kernel of its own of every sum."""
-    if not 0 < v.shape[1] <= 8:
-        return jnp.sum(v * by, axis=1)
-    return functools.reduce(jnp.add, [v[:, p] * by[:, p] for p in range(v.shape[1])])
+def _recursions(
+    signals: list[Float[Array, "K B _p _U"]], jacobians: list[Float[Array, "K B _p _p _U"]], watched: int
+) -> tuple[list[Array], list[Array], list[Array], list[Array]]:
+    """e_1 D_1 and, of the first streams, C_1 D_1; and all e_t and C_t.
 
+    Args:
+      signals: dL_t/dh_t, or an empty list where no e is wanted.
+      jacobians: D_t.
+      watched: how many streams have C.
 
-def _back(signals: PyTree, jacobians: PyTree, entries: PyTree) -> tuple[PyTree, PyTree]:
-    """e_1 D_1 and e_t I_t, from e_t = dL_t/dh_t + e_{t+1} D_{t+1}."""
+    Returns:
+      `[B, p, U]`, `[b, p, p, U]`, `[K, B, p, U]` and `[K, b, p, p, U]`.
+    """
 
-    def step(e: PyTree, now: tuple) -> tuple[PyTree, PyTree]:
-        signal, jacobian, entry = now
-        e = jax.tree.map(jnp.add, e, signal)
-        left = jax.tree.map(_times, e, entry)
-        return jax.tree.map(lambda e, d: _times(e[:, :, None], d), e, jacobian), left
+    def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
+        e, c = carry
+        signal, jacobian = now
+        e = list(map(jnp.add, e, signal))
+        moved_e = [times(e[:, :, None], d, 1) for e, d in zip(e, jacobian)]  # noqa: B905 (there may be no e)
+        moved_c = [times(c[:, :, :, None], d[:watched, None], 2) for c, d in zip(c, jacobian, strict=True)]
+        return (moved_e, moved_c), (e, c)
 
-    begin = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), signals)
-    return jax.lax.scan(step, begin, (signals, jacobians, entries), reverse=True, unroll=unroll())
-
-
-def _forget(jacobians: PyTree, entries: PyTree) -> tuple[PyTree, PyTree]:
-    """C_1 D_1 and C_t I_t, from C_t = C_{t+1} D_{t+1}."""
-
-    def step(c: PyTree, now: tuple) -> tuple[PyTree, PyTree]:
-        jacobian, entry = now
-        each = jax.vmap(_times, in_axes=(1, None), out_axes=1)
-        right = jax.tree.map(each, c, entry)
-        return jax.tree.map(lambda c, d: each(c[:, :, :, None], d), c, jacobian), right
-
-    def identity(d: Float[Array, "K b p p rows"]) -> Float[Array, "b p p rows"]:
+    def identity(d: Float[Array, "K B p p U"]) -> Float[Array, "b p p U"]:
         eye = np.eye(d.shape[2])[None, :, :, None]
-        return jnp.broadcast_to(jnp.asarray(eye, d.dtype), d.shape[1:])
+        return jnp.broadcast_to(jnp.asarray(eye, d.dtype), (watched, *d.shape[2:]))
 
-    begin = jax.tree.map(identity, jacobians)
-    return jax.lax.scan(step, begin, (jacobians, entries), reverse=True, unroll=unroll())
+    begin = ([jnp.zeros_like(leaf[0]) for leaf in signals], list(map(identity, jacobians)))
+    (e, moves), (es, cs) = jax.lax.scan(step, begin, (signals, jacobians), reverse=True, unroll=unroll())
+    return e, moves, es, cs
+
+
+def _at_rows(local: Local, tables: list[Float[Array, "... _U"]]) -> list[Float[Array, "... _rows"]]:
+    """What each set of units has, for the rows of every block."""
+    return [take(tables[block.table], block.sets, tables[block.table].ndim - 1) for block in local.blocks]
+
+
+def _whole(local: Local, parts: list[Array], axis: int) -> PyTree:
+    """Arrays over the rows of every block, joined along an axis; in the structure of the parameters."""
+    structure = jax.tree.structure(local.weights)
+    matrices: list[list[Array]] = [[] for _ in range(structure.num_leaves)]
+    for block, part in zip(local.blocks, parts, strict=True):
+        matrices[block.matrix].append(part)
+    return jax.tree.unflatten(structure, [_joined(part, axis) for part in matrices])
+
+
+def _joined(parts: list[Array], axis: int) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)

@@ -14,6 +14,7 @@ import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.step.reach import Leaf, Reach
+from streamgrad.step.take import take
 
 
 def _each(reach: Reach, function: Callable[..., Array], *trees: PyTree) -> PyTree:
@@ -37,7 +38,7 @@ def pick(reach: Reach, asked: PyTree) -> PyTree:
     """Of dh_K/dz_s, summed over the units of each colour, what each row reaches: `[K, b, R, rows]` to p places."""
 
     def one(leaf: Leaf, left: Float[Array, "K b R rows"]) -> Float[Array, "K b p rows"]:
-        shared = _take(left, reach.colours[leaf.shared], axis=2)
+        shared = take(left, reach.colours[leaf.shared], axis=2)
         found = jnp.concatenate([_take_each(left, _colours(reach, leaf)), shared], axis=2) if leaf.own.size else shared
         return _masked(found, leaf.reached)
 
@@ -55,21 +56,21 @@ def move(reach: Reach, back: Float[Array, "b R S"], memory: PyTree) -> PyTree:
         own, shared = m[:, :width], m[:, width:]
         found, of_own = [], back
         if width:
-            of_own = _take(back, leaf.own, axis=2)  # from a row's own units: to all colours, [b, R, w, rows]
+            of_own = take(back, leaf.own, axis=2)  # from a row's own units: to all colours, [b, R, w, rows]
             moved = row_by_row(_between_own(reach, leaf, of_own), own)
             pairs = _pairs(reach, leaf.own[:, :, None], leaf.shared[None, None])
             if pairs.any():  # never where all that is reached is kept: what all rows reach leads to what all rows reach
-                of_shared = jnp.take(_take(back, leaf.shared, axis=2), _colours(reach, leaf), axis=1)
+                of_shared = jnp.take(take(back, leaf.shared, axis=2), _colours(reach, leaf), axis=1)
                 moved += jnp.einsum("bpnt,btna->bpna", _masked(of_shared, pairs), shared)
             found.append(moved)
         if len(leaf.shared):
             colours = reach.colours[leaf.shared]
             pairs = reach.moves[np.ix_(leaf.shared, leaf.shared)]
-            among = _masked(_take(_take(back, colours, axis=1), leaf.shared, axis=2), pairs)
+            among = _masked(take(take(back, colours, axis=1), leaf.shared, axis=2), pairs)
             moved = jnp.einsum("bst,btna->bsna", among, shared)
             if width:
                 pairs = _pairs(reach, leaf.shared[:, None, None], leaf.own[None])
-                moved += jnp.einsum("bsqn,bqna->bsna", _masked(_take(of_own, colours, axis=1), pairs), own)
+                moved += jnp.einsum("bsqn,bqna->bsna", _masked(take(of_own, colours, axis=1), pairs), own)
             found.append(moved)
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1) if found else m
 
@@ -91,14 +92,14 @@ def sum_rows(by: Float[Array, "b p rows"], memory: Float[Array, "b p rows A"]) -
     return jnp.einsum("bpn,bpna->na", by, memory)
 
 
-def among_own(reach: Reach, like: PyTree, back: Float[Array, "b R S"]) -> PyTree:
-    """Φ between the own units of each row, `[b, p, q, rows]` for each weight matrix; `like` has their structure."""
-    return _each(reach, lambda leaf, _: _between_own(reach, leaf, _take(back, leaf.own, axis=2)), like)
+def among_own(reach: Reach, back: Float[Array, "b R S"]) -> list[Array]:
+    """Φ between the own units of each row, `[b, p, q, rows]` for each weight matrix."""
+    return [_between_own(reach, leaf, take(back, leaf.own, axis=2)) for leaf in reach.leaves]
 
 
-def at_units(reach: Reach, like: PyTree, vectors: Float[Array, "K b S"]) -> PyTree:
-    """The entries of vectors at the own units of each row, `[K, b, p, rows]`; zero where a row has none."""
-    return _each(reach, lambda leaf, _: _masked(_take(vectors, leaf.own, axis=2), leaf.reached), like)
+def at_units(reach: Reach, vectors: Float[Array, "*any S"]) -> list[Array]:
+    """The entries of vectors at the own units of each row, `[*any, p, rows]`; zero where a row has none."""
+    return [_masked(take(vectors, leaf.own, axis=vectors.ndim - 1), leaf.reached) for leaf in reach.leaves]
 
 
 def contract(reach: Reach, dl_dstate: Float[Array, "b S"], memory: PyTree) -> PyTree:
@@ -108,9 +109,9 @@ def contract(reach: Reach, dl_dstate: Float[Array, "b S"], memory: PyTree) -> Py
         width = len(leaf.own)
         total = jnp.zeros(m.shape[2:], m.dtype)
         if len(leaf.shared):
-            total += jnp.tensordot(_take(dl_dstate, leaf.shared, axis=1), m[:, width:], axes=2)
+            total += jnp.tensordot(take(dl_dstate, leaf.shared, axis=1), m[:, width:], axes=2)
         if width:
-            total += sum_rows(_take(dl_dstate, leaf.own, axis=1), m[:, :width])
+            total += sum_rows(take(dl_dstate, leaf.own, axis=1), m[:, :width])
         return total
 
     return _each(reach, one, memory)
@@ -132,33 +133,10 @@ def _pairs(reach: Reach, to: np.ndarray, of: np.ndarray) -> np.ndarray:
     return moves[to, of]
 
 
-def _take(array: Array, index: np.ndarray, axis: int) -> Array:
-    """Entries along an axis, by numbers that are known; what lies beyond its end is any number."""
-    size = array.shape[axis]
-    if index.ndim == 1 and len(index) and np.array_equal(index, np.arange(index[0], index[0] + len(index))):
-        whole = len(index) == size
-        return array if whole else jax.lax.slice_in_dim(array, int(index[0]), int(index[-1]) + 1, axis=axis)
-    if index.shape == (1, size) and np.array_equal(index[0], np.arange(size)):
-        return jnp.expand_dims(array, axis)
-    if index.ndim == 2 and 0 < len(index) <= 4:  # a few plain runs of numbers, which need no gather
-        runs = [_runs(row, size) for row in index]
-        if all(len(run) <= 8 for run in runs):
-            parts = [[jax.lax.slice_in_dim(array, a, b, axis=axis) for a, b in run] for run in runs]
-            return jnp.stack([jnp.concatenate(part, axis=axis) for part in parts], axis=axis)
-    return jnp.take(array, np.minimum(index, size - 1), axis=axis)
-
-
-def _runs(index: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """Numbers as stretches that follow each other, each from a begin to an end; those beyond the end are any number."""
-    known = np.minimum(index, size - 1)
-    breaks = np.flatnonzero(np.diff(known) != 1) + 1
-    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(known, breaks)]
-
-
 def _take_each(array: Array, index: np.ndarray, axis: int = 2) -> Array:
     """Entries along an axis, by numbers that may differ from row to row; rows are the last axis of both."""
     if np.all(index == index[..., :1]):
-        return _take(array, index[..., 0].ravel(), axis)
+        return take(array, index[..., 0].ravel(), axis)
     shape = (*(1,) * axis, *index.shape)
     return jnp.take_along_axis(array, index.reshape(shape), axis=axis)
 

@@ -33,8 +33,8 @@ def rflo(model: Model, feedback: str = "random", seed: int = 0) -> GradientEstim
       >>> est = sg.rflo(model)
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
       >>> grads, state, info = est.update(params, est.init(params), chunk, None)
-      >>> state.memory["w"].shape
-      (1, 4, 7)
+      >>> [[place.shape for place in block] for block in state.memory]
+      [[(4, 7)]]
 
     References:
       Murray, Local online learning in recurrent networks with random feedback, 2019.

@@ -38,8 +38,9 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
         preactivation is made of another one, and patterns that are wide, are computed by steps always.
 
     Returns:
-      The estimator. With n = 1 memory is P for each unit that a row of weights enters (an LSTM's: two), and time per
-      step in chunks about that of BPTT.
+      The estimator. With n = 1 memory is P for each unit that a row of weights enters (an LSTM's: two, but one for its
+      output gate), and time per step in chunks about that of BPTT. `state.memory` is a list of blocks of rows, each
+      with an array for every such unit.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
@@ -48,8 +49,8 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
       >>> est = sg.snap(model)
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
       >>> grads, state, info = est.update(params, est.init(params), chunk, None)
-      >>> state.memory["w"].shape
-      (2, 16, 7)
+      >>> [[place.shape for place in block] for block in state.memory]
+      [[(12, 7), (12, 7)], [(4, 7)]]
 
     References:
       Menick, Elsen, Evci, Osindero, Simonyan and Graves, A practical sparse approximation for real time recurrent

@@ -16,6 +16,7 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell
 from streamgrad.checks import check_same_state
 from streamgrad.step.product import by_parts, still
+from streamgrad.step.take import take
 from streamgrad.step.weights import like_params, rows_of
 
 
@@ -116,12 +117,7 @@ def few_columns(weights: Float[Array, "N A"], features: Float[Array, " A"], colu
     """Σ_k W[n, f] a[f] over the features f = columns[k, n] of each row, of which A stands for none."""
     total = jnp.zeros(weights.shape[0], features.dtype)
     for index in columns:
-        first = int(index[0]) if len(index) else 0
-        if np.array_equal(index, np.arange(first, first + len(index))) and first + len(index) <= weights.shape[1]:
-            few = jax.lax.slice_in_dim(features, first, first + len(index))
-        else:
-            few = jnp.append(features, 0)[index]
-        total += _entries(weights, index) * few
+        total += _entries(weights, index) * take(features, index, axis=0)
     return total
 
 

@@ -80,7 +80,7 @@ def feature_pattern(model: Model) -> list[Bool[np.ndarray, "A S"]] | None:
         function = lambda state: jax.tree.leaves(features(params, state, x))  # noqa: E731
         return jax.jvp(function, (state,), (along,))[1]
 
-    params, state = _shapes(model)
+    params, state = shapes_of(model)
     program = read(tangent, params, state, cell.example_input, state)
     found = _outputs(program, _reached(program, (3,), _known_zeros(model)))
     return np.split(found, np.cumsum([leaf.shape[1] for leaf in jax.tree.leaves(params)])[:-1])
@@ -90,7 +90,7 @@ def feature_pattern(model: Model) -> list[Bool[np.ndarray, "A S"]] | None:
 LARGEST = 1 << 30
 
 
-def _shapes(model: Model) -> tuple[PyTree, PyTree]:
+def shapes_of(model: Model) -> tuple[PyTree, PyTree]:
     """Of the cell's parameters and state."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.eval_shape(model.cell.init_params, key), jax.eval_shape(model.cell.init_state)
@@ -102,7 +102,7 @@ def _derivative(model: Model, still: bool) -> Program | None:
     cut = cell.cuts.get("preactivation")
     if cut is None or cell.example_input is None:
         return None
-    params, state = _shapes(model)
+    params, state = shapes_of(model)
     dz = jax.eval_shape(cut.into, params, state, cell.example_input)
     units, rows = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (state, dz))
     if (units + rows) * max(units, rows) > LARGEST:
@@ -128,7 +128,7 @@ def _known_zeros(model: Model) -> list[np.ndarray | None]:
     """For each weight matrix where it can be non-zero; None for everywhere. Masks in front of weights are seen."""
     worked = model.given.worked
     if worked is None:
-        return [None for _ in jax.tree.leaves(_shapes(model)[0])]
+        return [None for _ in jax.tree.leaves(shapes_of(model)[0])]
     given = jax.eval_shape(model.given.init_params, jax.eval_shape(lambda: jax.random.key(0)))
     program = read(worked.weights, given)
     known = dict(program.constants)

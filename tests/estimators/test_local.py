@@ -94,7 +94,9 @@ def test_snap_of_higher_orders(order, form):
     model = sg.Model(lattice(7), sg.heads.squared_error(2)).inner
     params, chunk = make_params(model), make_chunk(model, 6, reset=(3,))
     est = sg.snap(model, order=order, form=form)
-    assert {leaf.shape[0] for leaf in jax.tree.leaves(est.init(params).memory)} == {2 * order - 1}
+    memory = est.init(params).memory
+    kept = map(len, memory) if form == "chunks" else (leaf.shape[0] for leaf in jax.tree.leaves(memory))
+    assert set(kept) == {2 * order - 1}
     got = run(est, params, split(chunk, (2, 2, 2)))[0]
     assert error(got.cell, oracle.snap(model, params, chunk, order)) < 1e-10
 
