@@ -69,8 +69,8 @@ def local_influence(local: Local) -> Across:
         parts = zip(local.blocks, crossing.back, memory, left, strict=True)
         return [advanced(moves, m, v, features[block.matrix]) for block, moves, m, v in parts], {}
 
-    def older(memory: list[Places], start: list[Float[Array, "b _p _rows"]]) -> PyTree:
-        def one(block: Block, e: Array, m: Places) -> Float[Array, "rows A"]:
+    def older(memory: list[Places], start: PyTree) -> PyTree:
+        def one(block: Block, e: Float[Array, "b p rows"], m: Places) -> Float[Array, "rows A"]:
             features = jax.tree.leaves(local.weights)[block.matrix].shape[1]
             return summed(e / len(e), m) if m else jnp.zeros((block.end - block.begin, features), e.dtype)
 
@@ -128,7 +128,8 @@ def local_walk(local: Local, inside: str, signal: Signal | None = None) -> Calla
         else:
             asks = jnp.zeros((0, 0, fresh.size), fresh.dtype)
             found, _, total = backward(whole, kept[0], features, params.cell, sent, asks, chunk.reset, len(sent))
-            jacobians, entries = _between(local, few, *first((kept[1], chunk.reset)), fresh.dtype)
+            some, reset = first((kept[1], chunk.reset))
+            jacobians, entries = _between(local, few, some, reset, fresh.dtype)
             e = shaped.at_units(local.sets, found[0])
             _, moves, _, cs = _recursions([], jacobians, watched)
         right = [times(c, entry[:, :, None], 3) for c, entry in zip(_at_rows(local, cs), entries, strict=True)]

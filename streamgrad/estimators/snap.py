@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
@@ -10,10 +11,11 @@ from streamgrad.engine import shaped
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.local import by_own_units
 from streamgrad.engine.stepwise import online
+from streamgrad.estimators.rtrl import rtrl
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
 from streamgrad.step.local import find_local, reached_within
-from streamgrad.step.reach import Reach, shape_of
+from streamgrad.step.reach import Reach, compose, shape_of
 from streamgrad.step.sparsity import find_pattern
 
 
@@ -25,8 +27,8 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
     The mask is where the sum of n steps from M = 0 can be non-zero. It is found in the step
     (`streamgrad.step.sparsity`): with n = 1 a weight influences the units that its preactivation enters. Two
     units that feed each other without weights, as both parts of a complex number do, count as one. Where the pattern is
-    full, or the recurrence diagonal, this is `rtrl`; else it is biased, for the influence through other units is left
-    out.
+    full, or the recurrence diagonal, this is `rtrl`, and is computed as such; else it is biased, for the influence
+    through other units is left out.
 
     Args:
       model: the model whose gradients are estimated; its cell must have the cut "preactivation".
@@ -60,15 +62,28 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
     check_size(order=order)
     check_choice("inside", inside, ("steps", "backprop"))
     check_choice("form", form, ("chunks", "steps"))
-    local = find_local(model, order) if form == "chunks" else None
-    if local is not None:
-        return estimator(model, by_own_units(model, local, inside))
+    if form == "chunks":
+        if is_exact(model, order):
+            return rtrl(model)
+        local = find_local(model, order)
+        if local is not None:
+            return estimator(model, by_own_units(model, local, inside))
     if inside == "backprop":
         raise ValueError(
             "snap(inside='backprop') needs the form 'chunks', and a cell in which each row of weights enters few units "
             "and no preactivation is made of another one."
         )
     return online(model, _stepwise(model, _mask(model, order)))
+
+
+def is_exact(model: Model, order: int) -> bool:
+    """Whether nothing is left out: what a step makes of the entries that are kept lies among them."""
+    pattern, still = find_pattern(model), find_pattern(model, still=True)
+    if pattern is None or still is None:
+        return False
+    live = np.asarray(pattern.state.any(axis=0))  # of other units no later loss can learn anything
+    kept = reached_within(pattern, still, order) & live[:, None]
+    return not np.any(compose(pattern.state & live[:, None], kept) & ~kept)
 
 
 def _mask(model: Model, order: int) -> Reach:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
+from streamgrad.step.local import find_local
 from tests.reference import local as oracle
 from tests.tools import bptt, error, few, made, make_chunk, make_params, one_sentence, run, split
 
@@ -68,8 +69,9 @@ def test_snap_of_a_full_pattern_is_rtrl(name):
 @pytest.mark.parametrize("name", few(DIAGONAL, "lru"))
 def test_snap_of_a_diagonal_cell_is_rtrl(name):
     model, params, chunk = setup(name)
-    got = run(made(sg.snap, model), params, split(chunk, (3, 3, 3)))[0]
-    assert error(got, bptt(model, params, chunk)) < 1e-10
+    for form in ("chunks", "steps"):
+        got = run(made(sg.snap, model, form=form), params, split(chunk, (3, 3, 3)))[0]
+        assert error(got, bptt(model, params, chunk)) < 1e-10
 
 
 def lattice(size):
@@ -88,10 +90,13 @@ def lattice(size):
     return sg.cells.affine(step, init, lambda: jnp.zeros(size), example_input=jnp.zeros(2))
 
 
-@pytest.mark.parametrize("order, form", few([(1, "chunks"), (2, "chunks"), (2, "steps"), (3, "steps")], (2, "chunks")))
-def test_snap_of_higher_orders(order, form):
+HIGHER = [(1, "chunks", 7), (2, "chunks", 7), (5, "chunks", 11), (2, "steps", 7), (3, "steps", 7)]
+
+
+@pytest.mark.parametrize("order, form, size", few(HIGHER, (2, "chunks", 7)))
+def test_snap_of_higher_orders(order, form, size):
     """On a ring of seven units SnAp-n keeps those n - 1 places away, and SnAp-4 all."""
-    model = sg.Model(lattice(7), sg.heads.squared_error(2)).inner
+    model = sg.Model(lattice(size), sg.heads.squared_error(2)).inner
     params, chunk = make_params(model), make_chunk(model, 6, reset=(3,))
     est = sg.snap(model, order=order, form=form)
     memory = est.init(params).memory
@@ -122,6 +127,48 @@ def test_snap_of_own_and_common_units(form):
     params, chunk = make_params(model), make_chunk(model, 8, reset=(5,))
     got = run(sg.snap(model, form=form), params, split(chunk, (4, 4)))[0]
     assert error(got.cell, oracle.snap(model, params, chunk)) < 1e-10
+
+
+def uneven(size):
+    """Every other row enters a second unit, which leaks: too many stretches of rows to keep each by itself."""
+
+    def step(affine, state, x):
+        h, c = jnp.split(state, [size])
+        a = jnp.tanh(affine("w", h, x))
+        c = 0.7 * c + 0.5 * a[::2]
+        return jnp.concatenate([a + 0.3 * jnp.repeat(c, 2), c])
+
+    def init(key):
+        return {"w": jax.random.normal(key, (size, size + 2))}
+
+    return sg.cells.affine(step, init, lambda: jnp.zeros(size + size // 2), example_input=jnp.zeros(2))
+
+
+@pytest.mark.parametrize("size, blocks", few([(4, 4), (6, 1)], (6, 1)))
+def test_rows_with_different_numbers_of_units(size, blocks):
+    model = sg.Model(uneven(size), sg.heads.squared_error(2))
+    params, chunk = make_params(model), make_chunk(model, 8, reset=(5,))
+    est = sg.snap(model)
+    assert len(est.init(params).memory) == blocks
+    got = run(est, params, split(chunk, (4, 1, 3)))[0]
+    assert error(got.cell, oracle.snap(model, params, chunk)) < 1e-10
+
+
+@pytest.mark.parametrize("name", few(["lstm", "gru", "vanilla"], "lstm"))
+def test_as_a_gpu_computes_it(name, monkeypatch):
+    """Products and sums are written otherwise there, and loops take several steps in a turn: the same numbers."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    model, params, chunk = setup(name)
+    got = run(sg.snap(model), params, split(chunk, (3, 6)))[0]
+    assert error(got.cell, oracle.snap(model, params, chunk)) < 1e-10
+
+
+def test_gates_share_the_recursion_of_their_units():
+    """An LSTM's input, forget and cell gates have h_j and c_j; its output gate has h_j alone, and keeps one array."""
+    local = find_local(MODELS["lstm"], order=1)
+    assert [leaf.own.tolist() for leaf in local.sets.leaves] == [[[0, 1, 2]], [[0, 1, 2], [3, 4, 5]]]
+    assert [(b.begin, b.end, b.table) for b in local.blocks] == [(0, 9, 1), (9, 12, 0)]
+    assert [b.sets.tolist() for b in local.blocks] == [[0, 1, 2] * 3, [0, 1, 2]]
 
 
 @pytest.mark.parametrize("make", few([sg.snap, sg.eprop, sg.rflo, sg.rtrl, sg.immediate], sg.snap, sg.rtrl))
