@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 from tests.flags import FLAGS
 
@@ -57,6 +58,20 @@ def compilation_cache(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)  # to read a smaller one back takes as long
     yield
     jax.config.update("jax_compilation_cache_dir", None)
+
+
+# Linux gives a process 65,530 mappings of memory, and a compiled program takes several: beyond, XLA's compiler crashes.
+MOST_MAPPINGS = 40_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs():
+    """Forget compiled programs before there are too many, as when all tests run in few processes."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
