@@ -34,6 +34,7 @@ class Crossing(NamedTuple):
       back: v Φ for each vector v that was asked for, `[b, R, S]`; or what `Across.advance` makes of it.
       pulled: v Σ_s G_s J_s for each of them, leaves `[b, R, *shape]`. At preactivations it may come in factors,
         `left[K, b, R, rows]` and `right[K, b, A]` of each weight matrix, time first as the reverse pass writes them.
+        A walk of its own may give what its `Across.advance` makes of both.
       tangents: Φ h̃ for each tangent that was sent along, or None.
       reset: whether an episode has begun inside the chunk, or None where none can have; then Φ is zero.
     """

@@ -12,7 +12,6 @@ In this file a list is one over the blocks of rows (`Local.blocks`), or over the
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -116,20 +115,21 @@ def local_walk(local: Local, inside: str, signal: Signal | None = None) -> Calla
         losses, head, dl_dstate = read_out(model, params, unravel, states, chunk)
         sent = dl_dstate if signal is None else signal(params, states, chunk.targets, dl_dstate)
         watched = leading(memory, len(start))
-        first = lambda tree: jax.tree.map(lambda leaf: leaf[:, :watched], tree)  # noqa: E731
+
+        def first(tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda leaf: leaf[:, :watched], tree)
 
         if whole is None:
-            jacobians, entries = _between(local, few, kept, chunk.reset, fresh.dtype)
+            jacobians, entries = _between(local, few, kept, chunk.reset, sent)
             signals = shaped.at_units(local.sets, sent)
             e, moves, es, cs = _recursions(signals, jacobians, watched)
-            left = [times(e, entry, 2) for e, entry in zip(_at_rows(local, es), entries, strict=True)]
+            left = [times(v, entry, 2) for v, entry in zip(_at_rows(local, es), entries, strict=True)]
             total = sum_outer(Outer(_whole(local, left, axis=2), features))
             entries = first(entries)
         else:
             asks = jnp.zeros((0, 0, fresh.size), fresh.dtype)
             found, _, total = backward(whole, kept[0], features, params.cell, sent, asks, chunk.reset, len(sent))
-            some, reset = first((kept[1], chunk.reset))
-            jacobians, entries = _between(local, few, some, reset, fresh.dtype)
+            jacobians, entries = _between(local, few, *first((kept[1], chunk.reset, sent)))
             e = shaped.at_units(local.sets, found[0])
             _, moves, _, cs = _recursions([], jacobians, watched)
         right = [times(c, entry[:, :, None], 3) for c, entry in zip(_at_rows(local, cs), entries, strict=True)]
@@ -143,23 +143,25 @@ def local_walk(local: Local, inside: str, signal: Signal | None = None) -> Calla
 def _both(whole: Linear, few: Linear) -> Callable:
     """A step, with what both linear maps need of it."""
 
-    def take(state: Array, x: PyTree) -> tuple[Array, tuple, PyTree]:
+    def one(state: Array, x: PyTree) -> tuple[Array, tuple, PyTree]:
         new, kept, features = whole.take(state, x)
         return new, (kept, few.take(state, x)[1]), features
 
-    return take
+    return one
 
 
 def _between(
-    local: Local, maps: Linear, kept: PyTree, reset: Bool[Array, "K B"] | None, dtype: Any
+    local: Local, maps: Linear, kept: PyTree, reset: Bool[Array, "K B"] | None, sent: Float[Array, "K B S"]
 ) -> tuple[list[Array], list[Array]]:
     """For all steps at once D_t between the units of each set, `[K, B, p, p, U]`, and I_t, `[K, B, p, rows]`."""
-    vectors = shaped.colour_vectors(local.reach, dtype)
-    of_steps = jax.vmap(jax.vmap(jax.vmap(maps.pull, in_axes=(None, 0)), in_axes=(0, None)), in_axes=(0, None))
-    back, here = of_steps(kept, vectors)  # [K, B, R, S] and [K, B, R, rows]
+    vectors = shaped.colour_vectors(local.reach, sent.dtype)
+    steps, streams = sent.shape[:2]
+    pull = jax.vmap(maps.pull, in_axes=(None, 0))
+    for size in (streams, steps):  # which `kept` need not tell: of a linear step nothing is
+        pull = jax.vmap(pull, in_axes=(0, None), axis_size=size)
+    back, here = pull(kept, vectors)  # [K, B, R, S] and [K, B, R, rows]
     if reset is not None:
         back = jnp.where(reset[:, :, None, None], 0, back)
-    steps, streams = back.shape[:2]
     jacobians = shaped.among_own(local.sets, back.reshape(-1, *back.shape[2:]))
     rows = jax.tree.leaves(here)
     entries = shaped.pick(local.reach, [rows[block.matrix][..., block.begin : block.end] for block in local.blocks])
@@ -184,8 +186,8 @@ def _recursions(
         e, c = carry
         signal, jacobian = now
         e = list(map(jnp.add, e, signal))
-        moved_e = [times(e[:, :, None], d, 1) for e, d in zip(e, jacobian)]  # noqa: B905 (there may be no e)
-        moved_c = [times(c[:, :, :, None], d[:watched, None], 2) for c, d in zip(c, jacobian, strict=True)]
+        moved_e = [times(v[:, :, None], d, 1) for v, d in zip(e, jacobian if e else [], strict=True)]
+        moved_c = [times(v[:, :, :, None], d[:watched, None], 2) for v, d in zip(c, jacobian, strict=True)]
         return (moved_e, moved_c), (e, c)
 
     def identity(d: Float[Array, "K B p p U"]) -> Float[Array, "b p p U"]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
+from streamgrad.engine.places import FEW
 from streamgrad.step.reach import Leaf, Reach
 from streamgrad.step.take import take
 
@@ -57,7 +58,7 @@ def move(reach: Reach, back: Float[Array, "b R S"], memory: PyTree) -> PyTree:
         found, of_own = [], back
         if width:
             of_own = take(back, leaf.own, axis=2)  # from a row's own units: to all colours, [b, R, w, rows]
-            moved = row_by_row(_between_own(reach, leaf, of_own), own)
+            moved = _row_by_row(_between_own(reach, leaf, of_own), own)
             pairs = _pairs(reach, leaf.own[:, :, None], leaf.shared[None, None])
             if pairs.any():  # never where all that is reached is kept: what all rows reach leads to what all rows reach
                 of_shared = jnp.take(take(back, leaf.shared, axis=2), _colours(reach, leaf), axis=1)
@@ -77,15 +78,22 @@ def move(reach: Reach, back: Float[Array, "b R S"], memory: PyTree) -> PyTree:
     return _each(reach, one, memory)
 
 
-def row_by_row(jacobians: Float[Array, "b p q rows"], memory: Float[Array, "b q rows A"]) -> Float[Array, "b p rows A"]:
+def kept(reach: Reach, memory: PyTree) -> PyTree:
+    """An influence without the entries that a row does not reach; leaves `[p, rows, A]`."""
+    return _each(reach, lambda leaf, m: _masked(m, leaf.reached[:, :, None]), memory)
+
+
+def _row_by_row(
+    jacobians: Float[Array, "b p q rows"], memory: Float[Array, "b q rows A"]
+) -> Float[Array, "b p rows A"]:
     """Σ_q D[p, q, n] M[q, n] for each row n; of few units as sums, for which no matrix product is worth its while."""
-    if not 0 < memory.shape[1] <= 8:
+    if not 0 < memory.shape[1] <= FEW:
         return jnp.einsum("bpqn,bqna->bpna", jacobians, memory)
     terms = [jacobians[:, :, q, :, None] * memory[:, None, q] for q in range(memory.shape[1])]
     return functools.reduce(jnp.add, terms)
 
 
-def sum_rows(by: Float[Array, "b p rows"], memory: Float[Array, "b p rows A"]) -> Float[Array, "rows A"]:
+def _sum_rows(by: Float[Array, "b p rows"], memory: Float[Array, "b p rows A"]) -> Float[Array, "rows A"]:
     """Σ over streams and units of M, each row of it times a number of its own."""
     if jax.default_backend() == "gpu":  # which reads M once for that, and as a product of matrices copies it first
         return jnp.sum(by[..., None] * memory, axis=(0, 1))
@@ -93,12 +101,12 @@ def sum_rows(by: Float[Array, "b p rows"], memory: Float[Array, "b p rows A"]) -
 
 
 def among_own(reach: Reach, back: Float[Array, "b R S"]) -> list[Array]:
-    """Φ between the own units of each row, `[b, p, q, rows]` for each weight matrix."""
+    """Φ between the own units of each row, or of each set of units, `[b, p, q, rows]` for each leaf."""
     return [_between_own(reach, leaf, take(back, leaf.own, axis=2)) for leaf in reach.leaves]
 
 
 def at_units(reach: Reach, vectors: Float[Array, "*any S"]) -> list[Array]:
-    """The entries of vectors at the own units of each row, `[*any, p, rows]`; zero where a row has none."""
+    """The entries of vectors at the own units, `[*any, p, rows]` for each leaf; zero where a row has fewer."""
     return [_masked(take(vectors, leaf.own, axis=vectors.ndim - 1), leaf.reached) for leaf in reach.leaves]
 
 
@@ -111,7 +119,7 @@ def contract(reach: Reach, dl_dstate: Float[Array, "b S"], memory: PyTree) -> Py
         if len(leaf.shared):
             total += jnp.tensordot(take(dl_dstate, leaf.shared, axis=1), m[:, width:], axes=2)
         if width:
-            total += sum_rows(take(dl_dstate, leaf.own, axis=1), m[:, :width])
+            total += _sum_rows(take(dl_dstate, leaf.own, axis=1), m[:, :width])
         return total
 
     return _each(reach, one, memory)

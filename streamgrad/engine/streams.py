@@ -20,8 +20,8 @@ def batched(est: GradientEstimator, batch_size: int, watched: int | None = None)
     Args:
       est: an estimator for one stream.
       batch_size: B, the number of streams.
-      watched: for estimators that backpropagate inside the chunk (`rtrl`, `ok`, `uoro(inside="backprop")`): credit for
-        what lies before it comes from the first so many streams alone, and stands for all of them. Streams are
+      watched: for estimators that go through a chunk at once (`rtrl`, `ok`, `snap`, `uoro(inside="backprop")`): credit
+        for what lies before it comes from the first so many streams alone, and stands for all of them. Streams are
         exchangeable, so that the mean stays right, and time and memory of the influence fall by B / watched; but the
         older credit is averaged over fewer streams. None for all.
 
@@ -83,7 +83,8 @@ def check_watched(est: GradientEstimator, batch_size: int, watched: Any) -> None
     check_at_most("watched", watched, batch_size, "the number of streams")
     if not isinstance(est, Engine) or not est.watchable:
         raise ValueError(
-            "watched is for estimators that backpropagate inside the chunk: rtrl, ok and uoro(inside='backprop')."
+            "watched is for estimators that go through a chunk at once: rtrl, ok, uoro(inside='backprop'), and snap, "
+            "eprop and rflo in the form 'chunks'."
         )
 
 

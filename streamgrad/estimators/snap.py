@@ -41,8 +41,8 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
 
     Returns:
       The estimator. With n = 1 memory is P for each unit that a row of weights enters (an LSTM's: two, but one for its
-      output gate), and time per step in chunks about that of BPTT. `state.memory` is a list of blocks of rows, each
-      with an array for every such unit.
+      output gate), and time per step in chunks about that of BPTT. `state.memory` then is a list of blocks of rows,
+      each with an array for every such unit.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
@@ -81,9 +81,8 @@ def is_exact(model: Model, order: int) -> bool:
     pattern, still = find_pattern(model), find_pattern(model, still=True)
     if pattern is None or still is None:
         return False
-    live = np.asarray(pattern.state.any(axis=0))  # of other units no later loss can learn anything
-    kept = reached_within(pattern, still, order) & live[:, None]
-    return not np.any(compose(pattern.state & live[:, None], kept) & ~kept)
+    kept = reached_within(pattern, still, order)
+    return not np.any(compose(pattern.state, kept) & ~kept)
 
 
 def _mask(model: Model, order: int) -> Reach:
@@ -116,6 +115,7 @@ def _stepwise(model: Model, reach: Reach) -> Influence:
         entries = shaped.pick(reach, jax.tree.map(lambda leaf: leaf[None, None], jax.vmap(step.unravel)(pushed)))
         one = jax.tree.map(lambda leaf: leaf[None], memory)
         moved = jax.tree.map(lambda leaf: leaf[0], shaped.move(reach, jacobian[None], one))
+        moved = shaped.kept(reach, moved)  # what all rows have in common is moved for all of them
         return jax.tree.map(lambda m, i, a: m + i[0, 0][:, :, None] * a[None, None], moved, entries, step.features), {}
 
     def contract(before: PyTree, after: PyTree, step: Step, dl_dstate: Float[Array, " S"]) -> PyTree:

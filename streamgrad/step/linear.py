@@ -16,7 +16,7 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell
 from streamgrad.checks import check_same_state
 from streamgrad.step.product import by_parts, still
-from streamgrad.step.take import take
+from streamgrad.step.take import take as take_entries
 from streamgrad.step.weights import like_params, rows_of
 
 
@@ -117,7 +117,7 @@ def few_columns(weights: Float[Array, "N A"], features: Float[Array, " A"], colu
     """Σ_k W[n, f] a[f] over the features f = columns[k, n] of each row, of which A stands for none."""
     total = jnp.zeros(weights.shape[0], features.dtype)
     for index in columns:
-        total += _entries(weights, index) * take(features, index, axis=0)
+        total += _entries(weights, index) * take_entries(features, index, axis=0)
     return total
 
 

@@ -143,6 +143,7 @@ def _tables(model: Model, reached: Bool[np.ndarray, "S N"], step: Pattern, colum
     units = [own_units(parts[m][:, begin:end], colours) for m, begin, end in cut]
     sizes = sorted({len(own) for own in units})
     alike = [np.concatenate([own for own in units if len(own) == size], axis=1) for size in sizes]
+    # Rows that reach nothing all have the same set, the empty one, which `unique` does not know.
     tables = [np.unique(own, axis=1) if len(own) else own[:, :1] for own in alike]
 
     def block(m: int, begin: int, end: int, own: np.ndarray) -> Block:

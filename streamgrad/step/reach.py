@@ -15,7 +15,7 @@ from streamgrad.step.sparsity import Pattern
 
 
 class Leaf(NamedTuple):
-    """Which units the rows of one weight matrix reach.
+    """Which units the rows of one weight matrix reach, or some of its rows.
 
     Attributes:
       own: units that differ from row to row, in the order of their colours; S where a row has fewer.
@@ -32,7 +32,7 @@ class Reach(NamedTuple):
     """The shape of an influence.
 
     Attributes:
-      leaves: one for each weight matrix.
+      leaves: one for each weight matrix (of a `streamgrad.step.local.Local`, for each block of rows or size of sets).
       colours: of every unit, -1 of those that the next step does not read. Units of a colour are never reached from
         the same unit or the same row, so that one cotangent may ask for all of them.
       vectors: how many colours there are, and so how many cotangents ask for all units.

@@ -231,7 +231,7 @@ BAD = [
     (lambda m: sg.uoro(m, blocks=2), "they need inside='backprop'"),
     (lambda m: sg.batched(sg.rtrl(m), 4, watched=5), "watched must be at most 4, the number of streams"),
     (lambda m: sg.batched(sg.rtrl(m), 4, watched=0), "watched must be a whole number"),
-    (lambda m: sg.batched(sg.uoro(m), 4, watched=2), "watched is for estimators that backpropagate inside"),
+    (lambda m: sg.batched(sg.uoro(m), 4, watched=2), "watched is for estimators that go through a chunk at once"),
 ]
 
 
