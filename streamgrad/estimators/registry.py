@@ -98,7 +98,7 @@ ROWS = (
     ),
     Row(
         "snap", snap, "biased", "P per own unit", "P per own unit", ("preactivation",),
-        "dh/dθ where `order=n` steps can reach; with n = 1 at a weight's own units (an LSTM's: 2, and 1 of its output gate)",
+        "dh/dθ where `order=n` steps can reach; with n = 1 at a weight's own units (an LSTM's: 2, its output gate: 1)",
         variants=(MappingProxyType({"order": 2}), MappingProxyType({"inside": "backprop"})),
     ),
     Row(
