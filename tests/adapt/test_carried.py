@@ -104,6 +104,7 @@ def test_q_does_not_depend_on_the_noise_of_its_window(name):
     assert not np.array_equal(one.memory.tangent, two.memory.tangent)
 
 
+@pytest.mark.slow
 def test_the_state_can_be_donated():
     """No two leaves of a new state are one buffer, which XLA refuses to take twice."""
     model, params, est = made("episode", "rademacher")

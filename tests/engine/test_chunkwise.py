@@ -121,6 +121,7 @@ def test_few_streams_watched(cell):
     assert error(got, want) < 1e-10
 
 
+@pytest.mark.slow
 def test_shrinkage():
     """0 is truncated BPTT, a number is a weight between, "auto" finds out that noise is all there is."""
     model = make_model("vanilla", n_hidden=3)

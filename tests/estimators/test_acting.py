@@ -254,6 +254,7 @@ def test_what_looks_at_losses_cannot_advance_without_them(name):
     assert one_sentence(error)
 
 
+@pytest.mark.slow
 def test_an_estimator_from_elsewhere():
     """Made of init and update alone it says so; with advance and credit of its own it can be batched."""
     model = make_model("vanilla")

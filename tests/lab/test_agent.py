@@ -150,6 +150,7 @@ def test_runs_together_are_the_runs_alone_and_can_be_taken_up_again():
     assert not jnp.allclose(states[1].params.head["w"][2:], first.params.head["w"])
 
 
+@pytest.mark.slow
 def test_worlds_together_are_the_worlds_alone():
     """Mazes of several corridors, made of one, are each what a maze of that length is by itself, episode by episode."""
     corridors, seeds = (3, 1), [0, 1]

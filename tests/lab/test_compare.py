@@ -224,6 +224,7 @@ def test_chunk_lengths_that_make_no_sense():
             compare(model, params, chunk, jax.random.key(3), chunk_length=length)
 
 
+@pytest.mark.slow
 def test_one_stream_has_no_spread_to_look_at():
     model, params, chunk = network()
     some = [one for one in candidates_for(model, params, chunk, only=["uoro"]) if "shrink" in one.name]

@@ -144,6 +144,7 @@ def test_command(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)[0]["name"] == "rtrl"
 
 
+@pytest.mark.slow
 def test_command_draws_the_frontier(tmp_path, capsys):
     table, figure = tmp_path / "table.csv", tmp_path / "frontier.svg"
     command = ["compare", "--cell", "vanilla", "--hidden", "2", "--length", "9", "--updates", "2", "--samples", "32"]

@@ -76,6 +76,7 @@ def test_a_seed_that_is_not_finite_stops_alone(tmp_path, caplog):
         assert mine.task.made == its.task.made
 
 
+@pytest.mark.slow
 def test_if_all_seeds_stop_the_run_ends_with_an_error(tmp_path):
     plan, task = Plan(updates=90, checkpoint_every=3, seeds=3), counting({0: 1, 1: 4, 2: 3})
     with pytest.raises(Diverged, match=r"every seed has stopped: seed 0 stopped at update 2, .*; seed 1 .* update 5, "):

@@ -49,6 +49,7 @@ def value(c: np.ndarray, alpha: np.ndarray) -> float:
     return float(np.sum(c * alpha[None, :] ** 2 / alpha[:, None] ** 2))
 
 
+@pytest.mark.slow
 def test_hard_matrices_are_balanced():
     worst = max(
         imbalance(c, np.asarray(sol.alpha)[: len(c)]) for c, sol in zip(hard_matrices(), solutions(), strict=True)

@@ -138,6 +138,7 @@ def test_greedy_as_ratios_of_expectations():
         state = at.state
 
 
+@pytest.mark.slow
 def test_greedy_with_zeros_resets_and_groups():
     _, _, _, ep = episode("gru", 6, 2, reset=(3,))
     got = sg.variance.greedy_alpha(ep)

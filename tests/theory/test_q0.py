@@ -67,6 +67,7 @@ def test_never_a_nan(dtype, damping):
     assert float(sg.variance.predicted_gain(jnp.zeros((5, 5))).ratio) == 1
 
 
+@pytest.mark.slow
 def test_groups_stay_apart_exactly():
     model = tools.make_model("gru", 1, 2)
     params = tools.make_params(model)
