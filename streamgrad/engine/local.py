@@ -55,8 +55,8 @@ def local_influence(local: Local) -> Across:
         matrices = jax.tree.leaves(params)
 
         def zeros(block: Block) -> Places:
-            places = len(local.sets.leaves[block.table].own)
-            return (jnp.zeros_like(matrices[block.matrix][block.begin : block.end]),) * places
+            some = matrices[block.matrix][block.begin : block.end]
+            return tuple(jnp.zeros_like(some) for _ in local.sets.leaves[block.table].own)  # each of its own, to donate
 
         return list(map(zeros, local.blocks))
 

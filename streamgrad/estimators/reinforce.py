@@ -139,14 +139,16 @@ def reinforce(
         first = sigma if schedule is None else schedule(0)
         check_sigma("sigma", first, dtype)
         updates = None if schedule is None else jnp.zeros((), jnp.int32)
-        zero = jax.tree.map(jnp.zeros_like, params.cell)
+
+        def zeros() -> PyTree:  # each of its own: a state may be donated, and XLA takes no buffer twice
+            return jax.tree.map(jnp.zeros_like, params.cell)
+
         average = None
         if baseline == "average" and positions is None:
-            average = Average(jnp.zeros((), dtype), jnp.zeros((), dtype), zero, None)
+            average = Average(jnp.zeros((), dtype), jnp.zeros((), dtype), zeros(), None)
         elif baseline == "average":
-            nothing = jnp.zeros(positions, dtype)
-            average = Average(nothing, nothing, None, jnp.zeros((), jnp.int32))
-        memory = ReinforceMemory(zero, state if baseline == "noise_free" else None, average)
+            average = Average(jnp.zeros(positions, dtype), jnp.zeros(positions, dtype), None, jnp.zeros((), jnp.int32))
+        memory = ReinforceMemory(zeros(), model.init_state(params) if baseline == "noise_free" else None, average)
         settings = NoiseSettings(shaping(q0, dtype), sigma=jnp.asarray(first, dtype), updates=updates)
         return EstimatorState(state, memory, settings)
 

@@ -135,6 +135,14 @@ def test_across_chunks(row, cut):
     assert error(jax.tree.map(lambda leaf: leaf.mean(axis=0), found), want) < 1e-10
 
 
+@each
+def test_a_new_state_can_be_donated(row, cut):
+    """No two leaves of it are one buffer, which XLA refuses to take twice; an LSTM has two units for a weight."""
+    model, params, _ = setup("vanilla" if row.name == "rflo" else "lstm")
+    leaves = jax.tree.leaves(make(row, cut, model).init(params))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size}) == sum(leaf.size > 0 for leaf in leaves)
+
+
 @each_kind
 def test_gradient_of_the_head_is_exact(row, cut):
     model, params, chunk = setup()
