@@ -22,6 +22,7 @@ from streamgrad.base import (
     Model,
     Params,
 )
+from streamgrad.engine.monitored import monitored
 from streamgrad.engine.sharded import sharded
 from streamgrad.engine.stepwise import online
 from streamgrad.engine.streams import batched
@@ -72,6 +73,7 @@ __all__ = [
     "heads",
     "immediate",
     "local_rtrl",
+    "monitored",
     "nobacktrack",
     "noise",
     "ok",

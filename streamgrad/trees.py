@@ -167,6 +167,51 @@ def restart(reset: Bool[Array, ""] | None, fresh: PyTree, current: PyTree) -> Py
     return jax.tree.map(lambda new, old: jnp.where(reset, new, old), fresh, current)
 
 
+def cleared(begun: Bool[Array, " *lead"] | None, tree: PyTree) -> PyTree:
+    """Arrays whose leading axes are streams, or steps and streams, with zeros where an episode has begun since.
+
+    Zeros are selected. To multiply by zero would not do, for 0 times NaN or infinity is NaN, and never leaves again.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> cleared(jnp.array([True, False]), jnp.array([jnp.nan, 2.0])).tolist()
+      [0.0, 2.0]
+    """
+    if begun is None:
+        return tree
+
+    def clear(leaf: Array) -> Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # such as keys, which have no zero
+            return leaf
+        return jnp.where(begun.reshape(*begun.shape, *(1,) * (leaf.ndim - begun.ndim)), jnp.zeros((), leaf.dtype), leaf)
+
+    return jax.tree.map(clear, tree)
+
+
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Whether all numbers in a tree are finite; keys, counters and flags always are."""
+    return jnp.all(jnp.stack([jnp.ones((), bool), *(jnp.all(jnp.isfinite(leaf)) for leaf in _inexact(tree))]))
+
+
+def finite_streams(tree: PyTree, count: int) -> Bool[Array, " count"]:
+    """The same for each of `count` streams; arrays with fewer of them are those of the first few.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> finite_streams({"h": jnp.array([[1.0], [jnp.nan], [2.0]]), "m": jnp.array([jnp.inf])}, 3).tolist()
+      [False, False, True]
+    """
+    found = jnp.ones(count, bool)
+    for leaf in _inexact(tree):
+        each = jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim)))
+        found &= jnp.pad(each, (0, count - len(each)), constant_values=True)
+    return found
+
+
+def _inexact(tree: PyTree) -> list[Array]:
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
 def same_dtype(new: PyTree, state: PyTree) -> PyTree:
     """A new state in the dtypes of the old; says so where the cell has changed its structure or shapes."""
     check_same_state(state, new)

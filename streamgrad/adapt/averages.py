@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad._typing import Array, Bool, Float, Int, PyTree
+from streamgrad._typing import Array, Bool, Float, Int
 from streamgrad.engine.devices import PerDevice
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.shaping import Shaping
 from streamgrad.theory.equilibrate import optimal_alpha
 from streamgrad.theory.optimal_q import optimal_q0
 from streamgrad.theory.spatial import same_group
+from streamgrad.trees import all_finite
 
 # α is solved for until rows and columns of C balance to this, which V does not notice.
 _TOLERANCE = 1e-3
@@ -140,8 +141,3 @@ def solve_alpha(averages: Averages, weight: Array) -> tuple[Array, Bool[Array, "
     solution = jax.vmap(lambda c: optimal_alpha(c, max_iterations=20, tolerance=_TOLERANCE))(jnp.moveaxis(c, -1, 0))
     sound = jnp.all(solution.residual <= 100 * _TOLERANCE) & jnp.all(jnp.sum(c, axis=(0, 1)) > 0)
     return solution.alpha.T, sound
-
-
-def all_finite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether all numbers in a tree are finite."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))

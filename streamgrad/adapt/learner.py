@@ -14,7 +14,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
-from streamgrad.adapt.averages import Averages, CarriedShared, Gathered, all_finite, solve
+from streamgrad.adapt.averages import Averages, CarriedShared, Gathered, solve
 from streamgrad.adapt.window import Back, Window, estimate_b, estimate_c, go_back
 from streamgrad.base import Chunk, EstimatorState, Model, Params, real_dtype
 from streamgrad.engine.devices import Devices, PerDevice
@@ -25,6 +25,7 @@ from streamgrad.noise.shaping import Shaping
 from streamgrad.step import cuts
 from streamgrad.theory.online_b import draw_b_noise, estimate_b_online
 from streamgrad.theory.spatial import Spatial
+from streamgrad.trees import cleared, finite_streams
 
 # An α that is carried over does not look at the two factors. A tangent this many times as large as GIR would make it,
 # or as small, comes of an α that has outlived its dynamics; GIR brings it back.
@@ -160,14 +161,19 @@ class Learner:
         many = own * devices.count
         turns = shared.windows * many + devices.index * own + jnp.arange(own)
         found = jax.vmap(lambda turn, one: self._statistics(params, shared, turn, filled, one))(turns, watched)
-        found = devices.mean(jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), found))
-        good = all_finite(found)  # a window that is not is left out: an average would never recover
+        # A window that is not finite is left out: an average would never recover.
+        finite = finite_streams(found, own)
+        found, share = devices.mean(_mean_of((found, finite.astype(found.weight.dtype)), finite))
+        good = share > 0
         averages = jax.tree.map(
-            lambda old, new: jnp.where(good, self.carry.decay * old + (1 - self.carry.decay) * new, old),
+            lambda old, new: jnp.where(
+                good, self.carry.decay * old + (1 - self.carry.decay) * (new / jnp.where(good, share, 1)), old
+            ),
             shared.averages,
             found,
         )
-        windows, passes = shared.windows + 1, jnp.minimum(shared.passes + jnp.where(good, many, 0), 1 << 20)
+        seen = jnp.round(many * share).astype(shared.passes.dtype)
+        windows, passes = shared.windows + 1, jnp.minimum(shared.passes + seen, 1 << 20)
         shared = shared._replace(averages=averages, windows=windows, passes=passes)
         old_enough = passes >= self.carry.passes
         due = old_enough & ((windows % self.carry.refresh == 0) | (passes < self.carry.passes + many))
@@ -235,7 +241,7 @@ class Learner:
             return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, axis=1)
 
         old_window, old_scales = before.steps.value
-        kept = old_window._replace(dl_dstate=jnp.where(at == 0, 0, old_window.dl_dstate))
+        kept = jax.tree.map(lambda leaf: jnp.where(at == 0, jnp.zeros_like(leaf), leaf), old_window)
         filled, (window, scales) = at + steps, jax.tree.map(write, (kept, old_scales), (window, scales))
         full = filled + steps > self.carry.window
 
@@ -287,7 +293,13 @@ def balanced(memory: Any) -> Bool[Array, ""]:
     limit = jnp.asarray(_LARGEST_IMBALANCE, tangent.dtype) ** 2
     apart = jnp.sqrt(tangent) / jnp.sqrt(jnp.where(cotangent > 0, cotangent, 1))
     empty = (tangent == 0) | (cotangent == 0)
-    return jnp.all(empty | ((apart < limit) & (apart > 1 / limit)))
+    gone = ~jnp.isfinite(tangent + cotangent)  # it is for its reset to mend, and must not decide for the others
+    return jnp.all(empty | gone | ((apart < limit) & (apart > 1 / limit)))
+
+
+def _mean_of(tree: PyTree, which: Bool[Array, " b"]) -> PyTree:
+    """The mean over streams, of which those that are not among them count as zero."""
+    return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), cleared(~which, tree))
 
 
 def _stored(dtype: Any, real: Any) -> Any:

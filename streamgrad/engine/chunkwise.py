@@ -25,6 +25,7 @@ from streamgrad.engine.devices import ALONE, Columns, Devices, Spread
 from streamgrad.engine.estimator import Algorithm, Outcome, as_stream
 from streamgrad.engine.passes import backward, forward, read_out
 from streamgrad.step.linear import linear
+from streamgrad.trees import all_finite, cleared
 
 
 class Crossing(NamedTuple):
@@ -36,7 +37,8 @@ class Crossing(NamedTuple):
         `left[K, b, R, rows]` and `right[K, b, A]` of each weight matrix, time first as the reverse pass writes them.
         A walk of its own may give what its `Across.advance` makes of both.
       tangents: Φ h̃ for each tangent that was sent along, or None.
-      reset: whether an episode has begun inside the chunk, or None where none can have; then Φ is zero.
+      reset: whether an episode has begun inside the chunk, or None where none can have; then Φ is zero. Clear what
+        Φ is multiplied with, or the product (`streamgrad.trees.cleared`): it may have gone to NaN.
     """
 
     back: PyTree
@@ -153,7 +155,9 @@ def chunkwise(
         cell, shared = found.inside, state.shared
         if here.older is not None:
             few = jax.tree.map(lambda leaf: leaf[:watched], found.dl_dstart)
-            older = whole_columns(devices, here.older(state.memory, few), params.cell)
+            begins = None if by_time.reset is None else by_time.reset[0, :watched]
+            older = _older(here.older, state.memory, few, begins)
+            older = whole_columns(devices, older, params.cell)
             if across.weigh is not None:
                 older, shared = across.weigh(shared, state.memory, few, older, devices)
             # The mean over the watched streams stands for all: streams are exchangeable.
@@ -177,6 +181,21 @@ def chunkwise(
         return one._replace(state=one.state._replace(shared=shared))
 
     return Algorithm(init, run, check=check, batch=batch, columns=spread if across.spread else None)
+
+
+def _older(
+    older: Callable[[PyTree, PyTree], PyTree], memory: PyTree, dl_dstart: PyTree, begins: Bool[Array, " b"] | None
+) -> PyTree:
+    """The older credit, of which streams whose episode begins with the chunk have none, whatever became of them.
+
+    dL_chunk/dh_0 is zero for them, which is enough where their influence is finite. It costs a pass over the influence
+    to clear it, which is made where credit is not finite, and so hardly ever.
+    """
+    credit = older(memory, dl_dstart)
+    if begins is None:
+        return credit
+    gone = jnp.any(begins) & ~all_finite(credit)
+    return jax.lax.cond(gone, lambda: older(cleared(begins, memory), dl_dstart), lambda: credit)
 
 
 def by_features(across: Across) -> Callable[[Columns], Across]:
@@ -239,5 +258,17 @@ def walk(
     cotangents, pulled, inside = backward(
         maps, kept, features, params.cell, dl_dstate, asks, chunk.reset, block, across.pick, across.own
     )
-    reset = None if chunk.reset is None else jnp.any(chunk.reset[:, : len(asks)], axis=0)
-    return Walk(end, states, losses, head, inside, cotangents[0], Crossing(cotangents[1], pulled, moved, reset))
+    return Walk(
+        end,
+        states,
+        losses,
+        head,
+        inside,
+        cotangents[0],
+        Crossing(cotangents[1], pulled, moved, begun(chunk, len(asks))),
+    )
+
+
+def begun(chunk: Chunk, watched: int) -> Bool[Array, " b"] | None:
+    """`Crossing.reset` of a chunk, time leading."""
+    return None if chunk.reset is None else jnp.any(chunk.reset[:, :watched], axis=0)

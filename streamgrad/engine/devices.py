@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from streamgrad._typing import Array, Int, PyTree
+from streamgrad._typing import Array, Bool, Int, PyTree
 
 
 class PerDevice(NamedTuple):
@@ -101,6 +101,10 @@ class Devices:
         if self.axis is None:
             return grads
         return _mean(grads, (self.axis,) if self.columns is None else (self.axis, self.columns.axis))
+
+    def on_all_columns(self, flags: Bool[Array, " b"]) -> Bool[Array, " b"]:
+        """Whether it holds for every device of an influence's columns."""
+        return flags if self.columns is None else jax.lax.pmin(flags.astype(jnp.int32), self.columns.axis) > 0
 
 
 ALONE = Devices()

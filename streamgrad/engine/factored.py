@@ -31,12 +31,14 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Cut, EstimatorState, Info, Model, Params, real_dtype
 from streamgrad.checks import leading_length
 from streamgrad.engine.estimator import Algorithm, Outcome, Seen, restart, sum_over_streams
+from streamgrad.engine.passes import episode_over
 from streamgrad.engine.unroll import unroll
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling, Terms
 from streamgrad.noise.shaping import Shaped
 from streamgrad.step.cuts import linearise
 from streamgrad.step.weights import Outer, add_outer, by_matrix, like_params, project_blocks, sum_blocks, sum_outer
+from streamgrad.trees import cleared
 
 
 class Factors(NamedTuple):
@@ -107,7 +109,9 @@ class Factored:
         if self.immediate == "exact":
             left = left + _immediate(self.cut, params.cell, kept["before"], chunk.inputs, dl_dstate)
         features = jax.tree.unflatten(jax.tree.structure(params.cell), kept["features"])
-        factors = Factors(weight, state.memory.cotangent, Outer(like_params(params.cell, left), features))
+        begins = None if chunk.reset is None else chunk.reset[0]
+        cotangent = cleared(begins, state.memory.cotangent)  # its weight is zero, but it may have gone to NaN
+        factors = Factors(weight, cotangent, Outer(like_params(params.cell, left), features))
         info = Info(loss, {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]})
         seen = Seen(jax.vmap(lambda state: ravel_pytree(state)[0])(kept["state"]), dl_dstate)
         outputs = jax.vmap(self.model.cell.output)(kept["state"])
@@ -138,7 +142,9 @@ class Factored:
         )
         cell_state, tangent, remembered = end[:3]
         sigma, c = _left_at_the_end(*_cotangent_scales(kept["scales"], reset))
-        cotangent = _write(self.groups, memory.cotangent, sigma, c, noise.left, kept["features"])
+        features = cleared(episode_over(reset), kept["features"])
+        before = cleared(None if reset is None else jnp.any(reset), memory.cotangent)
+        cotangent = _write(self.groups, before, sigma, c, noise.left, features)
         # The norm is that of what is written: its rounding errors do not outlive the block.
         square_norm = self.groups.square_norms(cotangent)
         new = memory._replace(tangent=tangent, cotangent=cotangent, square_norm=square_norm, rescaling=remembered)
@@ -157,7 +163,9 @@ class Factored:
         end, kept = jax.lax.scan(step, (*begin, here), (jnp.arange(count), steps), unroll=unroll(on_cpu=2))
         if known is not None:
             sigma, c = _left_at_the_end(*_cotangent_scales(kept["scales"], reset))
-            ahead = _look_further_ahead(self.groups, ahead, known.v_v, kept["features"], sigma, c)
+            features = cleared(episode_over(reset), kept["features"])
+            ahead = cleared(None if reset is None else jnp.any(reset), ahead)
+            ahead = _look_further_ahead(self.groups, ahead, known.v_v, features, sigma, c)
         return (*end[:4], ahead, offset + count), kept
 
     def _step(
@@ -278,7 +286,7 @@ def _cotangent_scales(scales: Float[Array, "T 2 G"], reset: Array | None) -> tup
     """1/γ and 1/β from γ and β, `[T, G]` each; zero stays zero, and nothing passes a reset."""
     inverse = jnp.where(scales > 0, 1 / jnp.where(scales > 0, scales, 1), 0)
     past, present = inverse[:, 0], inverse[:, 1]
-    return (past if reset is None else jnp.where(reset[:, None], 0, past)), present
+    return cleared(reset, past), present
 
 
 def _left_at_the_end(past: Float[Array, "T G"], present: Float[Array, "T G"]) -> tuple[Array, Array]:

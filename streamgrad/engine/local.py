@@ -21,15 +21,16 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, Model, Params
 from streamgrad.engine import shaped
-from streamgrad.engine.chunkwise import Across, Crossing, Walk, chunkwise, leading
+from streamgrad.engine.chunkwise import Across, Crossing, Walk, begun, chunkwise, leading
 from streamgrad.engine.estimator import Algorithm
-from streamgrad.engine.passes import backward, forward, read_out
+from streamgrad.engine.passes import backward, episode_over, forward, read_out
 from streamgrad.engine.places import Places, advanced, summed, times
 from streamgrad.engine.unroll import unroll
 from streamgrad.step.linear import Linear, linear
 from streamgrad.step.local import Block, Local
 from streamgrad.step.take import take
 from streamgrad.step.weights import Outer, sum_outer
+from streamgrad.trees import cleared
 
 Signal = Callable[[Params, Float[Array, "K B S"], PyTree, Float[Array, "K B S"]], Float[Array, "K B S"]]
 
@@ -66,7 +67,7 @@ def local_influence(local: Local) -> Across:
         del shared, noise
         left, features = crossing.pulled
         parts = zip(local.blocks, crossing.back, memory, left, strict=True)
-        return [advanced(moves, m, v, features[block.matrix]) for block, moves, m, v in parts], {}
+        return [advanced(moves, m, v, features[block.matrix], crossing.reset) for block, moves, m, v in parts], {}
 
     def older(memory: list[Places], start: PyTree) -> PyTree:
         def one(block: Block, e: Float[Array, "b p rows"], m: Places) -> Float[Array, "rows A"]:
@@ -133,8 +134,9 @@ def local_walk(local: Local, inside: str, signal: Signal | None = None) -> Calla
             e = shaped.at_units(local.sets, found[0])
             _, moves, _, cs = _recursions([], jacobians, watched)
         right = [times(c, entry[:, :, None], 3) for c, entry in zip(_at_rows(local, cs), entries, strict=True)]
-        pulled = Outer(right, jax.tree.leaves(first(features)))
-        crossing = Crossing(_at_rows(local, moves), pulled, None, None)
+        over = episode_over(first(chunk.reset))  # there C is zero, but what it is multiplied with may be NaN
+        pulled = cleared(over, Outer(right, jax.tree.leaves(first(features))))
+        crossing = Crossing(_at_rows(local, moves), pulled, None, begun(chunk, watched))
         return Walk(end, states, losses, head, total, _at_rows(local, e), crossing)
 
     return walk

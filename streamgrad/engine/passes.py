@@ -11,6 +11,7 @@ from streamgrad.engine.estimator import restart
 from streamgrad.engine.unroll import unroll
 from streamgrad.step.linear import Linear
 from streamgrad.step.weights import Outer, add_pulled, sum_outer, zero_each
+from streamgrad.trees import cleared
 
 
 def forward(
@@ -84,7 +85,8 @@ def backward(
     watched, count = asks.shape[:2]
 
     begin = (jnp.zeros_like(dl_dstate[0])[:, None], asks)
-    steps = (kept, dl_dstate, reset)
+    over = episode_over(None if reset is None else reset[:, :watched])
+    steps = (kept, dl_dstate, reset, over)
     one_step = _one_step(maps, watched == streams and asks.size <= FEW)
     if features is None:
 
@@ -99,14 +101,15 @@ def backward(
         return (cotangents[0][:, 0], cotangents[1]), sums[1], inside
 
     thin = Thin(features)
-    few = own(jax.tree.map(lambda leaf: leaf[:, :watched], features))
-    here, nothing = thin.steps(one_step, watched), thin.nothing(params, (streams, 1), (watched, count))
+    # A feature that has gone to NaN is not undone by a cotangent of zero.
+    few = cleared(over, jax.tree.map(lambda leaf: leaf[:, :watched], features))
+    here, nothing = thin.steps(one_step), thin.nothing(params, (streams, 1), (watched, count))
+    steps, few = (steps, (thin.of(features), thin.of(few))), own(few)
 
     def walk_back(carry: tuple, steps: tuple, few: PyTree) -> tuple[tuple, PyTree, Outer]:
         carry, (left, asked) = jax.lax.scan(here, carry, steps, reverse=True, unroll=unroll())
         return carry, left, Outer(asked, few)
 
-    steps = (steps, thin.of(features))
     if block >= length:
         (cotangents, sums), left, pulled = walk_back((begin, nothing), steps, few)
         pulled = thin.with_sums(pulled, sums[1])
@@ -149,15 +152,15 @@ class Thin:
         """Zeros to add to: `[streams, vectors, rows]` for each kind of cotangents."""
         return tuple([jnp.zeros((*count, w.shape[0]), w.dtype) for w in self.of(params)] for count in counts)
 
-    def steps(self, one_step: Callable[[tuple, tuple], tuple[tuple, tuple]], watched: int) -> Callable:
+    def steps(self, one_step: Callable[[tuple, tuple], tuple[tuple, tuple]]) -> Callable:
         """One step back that adds up what is thin, and returns a zero in its place."""
 
         def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
             cotangents, (first, second) = carry
             cotangents, (left, asked) = one_step(cotangents, now[0])
-            a = now[1]
-            first = [s + v * x[:, None] for s, v, x in zip(first, self.of(left), a, strict=True)]
-            second = [s + v * x[:watched, None] for s, v, x in zip(second, self.of(asked), a, strict=True)]
+            of_all, of_few = now[1]
+            first = [s + v * x[:, None] for s, v, x in zip(first, self.of(left), of_all, strict=True)]
+            second = [s + v * x[:, None] for s, v, x in zip(second, self.of(asked), of_few, strict=True)]
             return (cotangents, (first, second)), (self._without(left), self._without(asked))
 
         return step
@@ -177,6 +180,14 @@ class Thin:
         return Outer(jax.tree.unflatten(self.structure, left), jax.tree.unflatten(self.structure, right))
 
 
+def episode_over(reset: Bool[Array, " *steps"] | None) -> Bool[Array, " *steps"] | None:
+    """Whether another episode begins after a step, `[K]` or `[K, b]`: then the step is of no account at the end."""
+    if reset is None:
+        return None
+    begun = jax.lax.cummax(reset.astype(jnp.int32), axis=0, reverse=True) > 0
+    return jnp.concatenate([begun[1:], jnp.zeros_like(begun[:1])])
+
+
 # So many numbers are put beside the losses' cotangents, for one product with the weights instead of two. Beyond, to
 # copy them at every step costs more than to read the weights again.
 FEW = 1 << 20
@@ -191,15 +202,15 @@ def _one_step(maps: Linear, together: bool) -> Callable[[tuple, tuple], tuple[tu
 
     def step(cotangents: tuple, now: tuple) -> tuple[tuple, tuple]:
         losses, asked = cotangents
-        kept, dl_dstate, reset = now
+        kept, dl_dstate, reset, over = now
         losses = losses + dl_dstate[:, None]
         if together:
             back, here = pull(kept, jnp.concatenate([losses, asked], axis=1), reset)
             first, second = (jax.tree.map(lambda leaf, p=p: leaf[:, p], here) for p in (slice(0, 1), slice(1, None)))
-            return (back[:, :1], back[:, 1:]), (first, second)
+            return (back[:, :1], cleared(over, back[:, 1:])), (first, cleared(over, second))
         some, some_resets = jax.tree.map(lambda leaf: leaf[: len(asked)], (kept, reset))
         (losses, first), (asked, second) = pull(kept, losses, reset), pull(some, asked, some_resets)
-        return (losses, asked), (first, second)
+        return (losses, cleared(over, asked)), (first, cleared(over, second))
 
     return step
 

@@ -9,7 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from streamgrad._typing import Array, Float
+from streamgrad._typing import Array, Bool, Float
+from streamgrad.trees import cleared
 
 Places = tuple[Array, ...]
 
@@ -30,11 +31,12 @@ def advanced(
     memory: Places,
     left: Float[Array, "K b p rows"],
     right: Float[Array, "K b A"],
+    reset: Bool[Array, " b"] | None = None,
 ) -> Places:
-    """D M + Σ_t left_t right_t^T, row by row."""
+    """D M + Σ_t left_t right_t^T, row by row; without D M where an episode has begun."""
     if not memory:
         return memory
-    moved = _moved(jacobians, memory)
+    moved = cleared(reset, _moved(jacobians, memory))
     if jax.default_backend() == "gpu":  # which is faster with one product
         product = jnp.einsum("kbpn,kba->bpna", left, right)
         return tuple(m + product[:, p] for p, m in enumerate(moved))

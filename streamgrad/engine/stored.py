@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from streamgrad._typing import Array, PyTree
+from streamgrad._typing import Array, Bool, PyTree
 from streamgrad.base import Model, Params, real_dtype
+from streamgrad.engine.passes import episode_over
 
 
 def no_inputs(model: Model, params: Params, count: int) -> PyTree:
@@ -32,3 +33,15 @@ def latest(old: Array, new: Array) -> Array:
       [3, 4, 5]
     """
     return jnp.concatenate([old[len(new) :], new[max(0, len(new) - len(old)) :]])
+
+
+def forgotten(reset: Bool[Array, " T"] | None, count: int) -> Bool[Array, " count"] | None:
+    """Of the last `count` steps after a chunk, those that lie before an episode that has begun in it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> forgotten(jnp.array([False, True]), 4).tolist()
+      [True, True, True, False]
+    """
+    over = episode_over(reset)
+    return None if reset is None or over is None else latest(jnp.broadcast_to(jnp.any(reset), count), over)

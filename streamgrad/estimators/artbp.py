@@ -12,11 +12,12 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model, check_number, check_size, leading_length
-from streamgrad.engine.estimator import Algorithm, Outcome, estimator, sum_over_streams
+from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, sum_over_streams
 from streamgrad.engine.flow import Flow, scaled, through
-from streamgrad.engine.stored import as_stored, latest, no_inputs
+from streamgrad.engine.stored import as_stored, forgotten, latest, no_inputs
 from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step.weights import Outer, sum_outer, zero_rows
+from streamgrad.trees import cleared
 
 
 class Kept(NamedTuple):
@@ -157,19 +158,18 @@ class _Random:
 
     def run(self, params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
         """A chunk: forward, back with the losses, and on through stored steps as far as the flow goes."""
-        length, past = leading_length(chunk, "time"), state.memory
+        length, fresh = leading_length(chunk, "time"), self.init(params).memory
+        # What an episode that is over has left, perhaps NaN, is not looked at again.
+        past = restart(None if chunk.reset is None else chunk.reset[0], fresh, state.memory)
         inputs = as_stored(params, past.inputs, chunk.inputs)
         uniform = self.source.draw(key, (length,), past.states.dtype)
         age, (factors, truncated) = jax.lax.scan(self._truncate, past.age, (uniform, chunk.reset))
         flow = through(self.model, params, state.cell, chunk._replace(inputs=inputs), factors)
         reach = _reach(factors[0], past.factors)
         beyond, cell = _walk_back(flow, params, past, reach)
-        memory = Kept(
-            latest(past.states, flow.before),
-            jax.tree.map(latest, past.inputs, inputs),
-            latest(past.factors, factors),
-            age,
-        )
+        over, states = forgotten(chunk.reset, self.longest), latest(past.states, flow.before)
+        inputs, factors = cleared(over, (jax.tree.map(latest, past.inputs, inputs), latest(past.factors, factors)))
+        memory = Kept(states if over is None else jnp.where(over[:, None], fresh.states, states), inputs, factors, age)
         told = {"truncated": truncated, "reach": reach[None], "cut": jnp.linalg.norm(beyond)[None]}
         new = EstimatorState(jax.tree.map(lambda leaf: leaf[-1], flow.states), memory, ())
         outputs = jax.vmap(self.model.cell.output)(flow.states)

@@ -14,7 +14,7 @@ from streamgrad.engine.devices import Devices
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, sum_over_streams
 from streamgrad.engine.flow import through
 from streamgrad.step.weights import Outer, sum_outer
-from streamgrad.trees import is_real, kind_of
+from streamgrad.trees import cleared, finite_streams, is_real, kind_of
 
 
 class Predictor(NamedTuple):
@@ -124,8 +124,11 @@ def dni(
     def learn(params: Params, before: EstimatorState, outcome: Outcome, chunk: Chunk, devices: Devices) -> Predictor:
         del params, chunk
         known = jax.vmap(lambda cell: described(ravel_pytree(cell)[0]))(before.cell)
-        step, size = devices.mean((jnp.einsum("bs,bf->sf", outcome.seen, known), jnp.sum(known**2)))
-        return Predictor(before.shared.weights - rate * step / size)
+        # All streams share A: one whose state has gone to NaN, or came from there, must not take it along.
+        gone = ~finite_streams((outcome.seen, known), len(known))
+        missed, known = cleared(gone, (outcome.seen, known))
+        step, size = devices.mean((jnp.einsum("bs,bf->sf", missed, known), jnp.sum(known**2)))
+        return Predictor(before.shared.weights - rate * step / jnp.where(size > 0, size, 1))
 
     def total(summands: Params) -> Params:
         cell = sum_outer(summands.cell) if outer else sum_over_streams(summands.cell)

@@ -16,6 +16,7 @@ from streamgrad.noise.reduction import reduce, reduce_by, signs_needed, sketch
 from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
 from streamgrad.step.weights import Outer, sum_outer, zero_terms
+from streamgrad.trees import cleared
 
 
 class OkMemory(NamedTuple):
@@ -117,6 +118,7 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
             shared: PyTree, memory: OkMemory, noise: Array, crossing: Crossing
         ) -> tuple[OkMemory, dict[str, Array]]:
             del shared
+            memory = cleared(crossing.reset, memory)
             return jax.vmap(one, in_axes=(0, 0, 0, 1))(memory, noise, crossing.back, crossing.pulled), {}
 
         return advance

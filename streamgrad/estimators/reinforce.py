@@ -18,10 +18,12 @@ from streamgrad.checks import (
     leading_length,
 )
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, transition
+from streamgrad.engine.passes import episode_over
 from streamgrad.noise.settings import NoiseSettings, check_sigma
 from streamgrad.noise.shaping import check_q0, shape_noise, shaping
 from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
+from streamgrad.trees import cleared, finite_streams
 
 BASELINES = ("none", "average", "noise_free")
 
@@ -169,9 +171,10 @@ def reinforce(
         elif average is not None:
             average, subtracted = _average(average, loss, chunk.reset, decay)
         by_step = baseline == "average" and positions is None  # each step's score has its own b
+        before, inputs = _without_the_gone((before, chunk.inputs), chunk.reset)
 
         def pull(weights: list[Array]) -> PyTree:
-            return _scores(model, params, before, chunk.inputs, jnp.stack(weights)[:, :, None] * left[None])
+            return _scores(model, params, before, inputs, jnp.stack(weights)[:, :, None] * left[None])
 
         cell_grads, new = _reinforced(memory._replace(average=average), loss, subtracted, chunk.reset, by_step, pull)
         state = EstimatorState(end[0], new._replace(twin=end[1]), shared)
@@ -214,17 +217,32 @@ def _reinforced(
     columns = jnp.stack([loss if by_step else loss - subtracted, last, jnp.ones_like(loss)], axis=1)
     # `alive` are the steps that the score at the end still counts.
     (credit, alive, count), (old_credit, old_alive, old_count) = _sum_ahead(columns, reset)
-    pulled = pull([credit - count * subtracted, alive, alive * subtracted] if by_step else [credit, alive])
+    weights = [credit, alive]
+    if by_step:
+        weights = [credit - count * subtracted, alive, jnp.where(alive == 0, 0, alive * subtracted)]
+    pulled = pull(weights)
+    # Scores of before the chunk have a weight of zero where an episode has begun since, but may have gone to NaN.
+    begins, begun = (None, None) if reset is None else (reset[0], jnp.any(reset))
 
     def add(k: int, weight: Array, old: PyTree) -> PyTree:
         """The k-th of what was pulled, and a score of before the chunk with its weight."""
         return jax.tree.map(lambda new, before: new[k] + weight * before, pulled, old)
 
-    score, grads, average = add(1, old_alive, memory.score), add(0, old_credit, memory.score), memory.average
+    score, grads = add(1, old_alive, cleared(begun, memory.score)), add(0, old_credit, cleared(begins, memory.score))
+    average = memory.average
     if average is not None and by_step:
-        grads = jax.tree.map(lambda a, b: a - old_count * b, grads, average.score)
-        average = average._replace(score=add(2, old_alive, average.score))
+        grads = jax.tree.map(lambda a, b: a - old_count * b, grads, cleared(begins, average.score))
+        average = average._replace(score=add(2, old_alive, cleared(begun, average.score)))
     return grads, memory._replace(score=score, average=average)
+
+
+def _without_the_gone(steps: PyTree, reset: Bool[Array, " T"] | None) -> PyTree:
+    """What steps began with and read, with zeros where it is not finite and their episode is over.
+
+    Such a step is of no account at the end, but its score is pulled back together with those of the others.
+    """
+    over = episode_over(reset)
+    return steps if over is None else cleared(over & ~finite_streams(steps, len(over)), steps)
 
 
 def _walk(
@@ -254,18 +272,26 @@ def _walk(
 def _average(
     average: Average, losses: Float[Array, " T"], reset: Bool[Array, " T"] | None, decay: float
 ) -> tuple[Average, Float[Array, " T"]]:
-    """The average after the chunk, and what it was before each step: 0 where there was none."""
+    """The average after the chunk, and what it was before each step: 0 where there was none.
+
+    It goes on through episodes, but for what is not finite: such a loss is left out, and such an average begins again
+    with the next episode.
+    """
 
     def step(average: Average, now: tuple) -> tuple[Average, Array]:
         loss, reset = now
         total, weight, score, position = average
+        if reset is not None:
+            total, weight = cleared(reset & ~(jnp.isfinite(total) & jnp.isfinite(weight)), (total, weight))
         if position is None:
             at, here = total, weight
         else:
             position = restart(reset, jnp.zeros_like(position), position)
             at, here = (x.at[position].get(mode="fill", fill_value=0) for x in (total, weight))
         b = jnp.where(here > 0, at / jnp.where(here > 0, here, 1), 0)
-        at, here = decay * at + (1 - decay) * loss, decay * here + (1 - decay)
+        known = jnp.isfinite(loss)
+        at = jnp.where(known, decay * at + (1 - decay) * loss, at)
+        here = jnp.where(known, decay * here + (1 - decay), here)
         if position is None:
             return Average(at, here, score, None), b
         total, weight = total.at[position].set(at, mode="drop"), weight.at[position].set(here, mode="drop")

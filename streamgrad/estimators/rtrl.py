@@ -18,6 +18,7 @@ from streamgrad.step.cuts import Step
 from streamgrad.step.reach import Reach, find_reach
 from streamgrad.step.sparsity import find_pattern
 from streamgrad.step.weights import add_pulled, outer, steps_at_once, zero_each
+from streamgrad.trees import cleared
 
 
 def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
@@ -84,7 +85,7 @@ def _whole(model: Model) -> Across:
 
     def advance(shared: PyTree, memory: PyTree, noise: None, crossing: Crossing) -> tuple[PyTree, dict[str, Array]]:
         moved = jax.tree.map(lambda leaf: jnp.einsum("bst,bt...->bs...", crossing.back, leaf), memory)
-        return add_pulled(moved, crossing.pulled), {}
+        return add_pulled(cleared(crossing.reset, moved), crossing.pulled), {}
 
     def older(memory: PyTree, dl_dstart: Float[Array, "b S"]) -> PyTree:
         mean = dl_dstart / len(dl_dstart)
@@ -111,7 +112,8 @@ def _in_shape(reach: Reach) -> Across:
         return shaped.colour_vectors(reach, real_dtype(memory))
 
     def advance(shared: PyTree, memory: PyTree, noise: None, crossing: Crossing) -> tuple[PyTree, dict[str, Array]]:
-        return add_pulled(shaped.move(reach, crossing.back, memory), crossing.pulled), {}
+        moved = cleared(crossing.reset, shaped.move(reach, crossing.back, memory))
+        return add_pulled(moved, crossing.pulled), {}
 
     def older(memory: PyTree, dl_dstart: Float[Array, "b S"]) -> PyTree:
         return shaped.contract(reach, dl_dstart / len(dl_dstart), memory)

@@ -13,9 +13,10 @@ from streamgrad._typing import Array, Bool, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_flag, check_model, check_size, leading_length
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams
-from streamgrad.engine.stored import as_stored, latest, no_inputs
+from streamgrad.engine.stored import as_stored, forgotten, latest, no_inputs
 from streamgrad.step.copies import in_copies
 from streamgrad.step.weights import Outer, sum_outer, zero_rows
+from streamgrad.trees import cleared
 
 
 class Past(NamedTuple):
@@ -155,6 +156,8 @@ class _Truncated:
         del key
         length = leading_length(chunk, "time")
         if self.kept:
+            # What an episode that is over has left, perhaps NaN, is not looked at again.
+            state = restart(None if chunk.reset is None else chunk.reset[0], self.init(params), state)
             chunk = chunk._replace(inputs=as_stored(params, state.memory.inputs, chunk.inputs))
         displaced = params.cell
         if self.outer:
@@ -208,7 +211,10 @@ class _Truncated:
             features.append(stored_features)
         now = _Now(chunk.inputs, dz, *_cuts(starts[kept:], own[kept:], begins), reset=chunk.reset)
         (end, _), (states, after, chunk_features) = jax.lax.scan(step, (cell, copies), now)
-        memory = self._remember(past, before, states, chunk.inputs, begins, length) if kept else ()
+        memory = ()
+        if kept:
+            memory = self._remember(past, before, states, chunk.inputs, begins, length)
+            memory = self._forget(params, memory, chunk.reset, length)
         return after, (end, memory, [*features, chunk_features])
 
     def _step(self, params: Params, displaced: PyTree) -> Callable[[tuple, "_Now"], tuple[tuple, tuple]]:
@@ -250,6 +256,21 @@ class _Truncated:
         inputs = jax.tree.map(latest, past.inputs, inputs)
         assert begins is not None
         return Past(states, inputs, latest(past.begins, begins), jnp.minimum(past.steps + length, self.kept))
+
+    def _forget(self, params: Params, past: Past, reset: Array | None, length: int) -> Past:
+        """The last steps as if an episode that has begun in the chunk were the first."""
+        over = forgotten(reset, self.kept)
+        if reset is None or over is None:
+            return past
+        first = length - 1 - jnp.argmax(reset[::-1])  # of the last episode
+        steps = jnp.where(jnp.any(reset), jnp.minimum(length - first, self.kept), past.steps)
+        begun = jnp.any(reset) & (length - first <= self.kept) if self.replay else over
+
+        def again(new: Array, old: Array) -> Array:
+            return jnp.where(begun.reshape(-1, *(1,) * new.ndim), new[None], old)
+
+        states = jax.tree.map(again, self.model.init_state(params), past.states)
+        return Past(states, cleared(over, past.inputs), past.begins | over, steps.astype(past.steps.dtype))
 
 
 class _Now(NamedTuple):

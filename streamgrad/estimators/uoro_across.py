@@ -25,6 +25,7 @@ from streamgrad.step.weights import (
     sum_scaled,
     zero_each,
 )
+from streamgrad.trees import all_finite, cleared
 
 
 class AcrossMemory(NamedTuple):
@@ -152,10 +153,9 @@ def _restarted(memory: AcrossMemory, reset: Array | None, first: PyTree) -> Acro
     def again(new: Array, old: Array) -> Array:
         return jnp.where(reset.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
+    cotangent, square_norm = cleared(reset, (memory.cotangent, memory.square_norm))
     return memory._replace(
-        cotangent=jax.tree.map(lambda leaf: again(jnp.zeros_like(leaf), leaf), memory.cotangent),
-        square_norm=again(jnp.zeros_like(memory.square_norm), memory.square_norm),
-        rescaling=jax.tree.map(again, first, memory.rescaling),
+        cotangent=cotangent, square_norm=square_norm, rescaling=jax.tree.map(again, first, memory.rescaling)
     )
 
 
@@ -167,8 +167,12 @@ def _look_at_spread(
     if streams < 2:
         raise ValueError("shrink='auto' looks at the spread over streams: use it under batched, with 2 or more.")
     each = jax.vmap(lambda cotangent, seen: jax.tree.map(lambda leaf: jnp.tensordot(seen, leaf, axes=1), cotangent))
-    squares = [jnp.sum(leaf.reshape(own, -1) ** 2) for leaf in jax.tree.leaves(each(cotangent, seen))]
-    spread, mean = devices.mean((jnp.sum(jnp.stack(squares)) / own, mean))
+    squares = [jnp.sum(leaf.reshape(own, -1) ** 2, axis=1) for leaf in jax.tree.leaves(each(cotangent, seen))]
+    squares = jnp.sum(jnp.stack(squares), axis=0)
+    # Of a stream that has gone to NaN nothing is known; where its episode begins it is nothing.
+    squares = jnp.where(jnp.isfinite(squares), squares, 0)
+    spread, mean = devices.mean((jnp.sum(squares) / own, mean))
     square = jnp.sum(jnp.stack([jnp.sum(leaf**2) for leaf in jax.tree.leaves(mean)]))
     new = Shrinkage(square - (spread - square) / (streams - 1), square)
-    return jax.tree.map(lambda old, new: DECAY * old + (1 - DECAY) * new, known, new)
+    sound = all_finite(new)  # an average would never recover
+    return jax.tree.map(lambda old, new: jnp.where(sound, DECAY * old + (1 - DECAY) * new, old), known, new)
