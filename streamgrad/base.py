@@ -9,11 +9,13 @@ All of it is written for one stream; `streamgrad.batched` adds the batch axis fr
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
@@ -30,9 +32,11 @@ from streamgrad.trees import (
     check_like,
     check_numbers,
     check_real,
+    common_length,
     kind_of,
     on_host,
     once_per_shape,
+    one_step,
     restart,
     same_dtype,
 )
@@ -150,8 +154,10 @@ class Model:
 
     def __post_init__(self) -> None:
         if not isinstance(self.cell, Cell):
-            got = type(self.cell).__name__
-            raise ValueError(f"cell must be a Cell, such as streamgrad.cells.lstm(3, 8) returns, not of type {got}.")
+            raise ValueError(
+                "cell must be a Cell, such as streamgrad.cells.lstm(3, 8) returns, not of type "
+                f"{type(self.cell).__name__}{_way_in(self.cell)}."
+            )
         if not isinstance(self.head, Head):
             got = type(self.head).__name__
             raise ValueError(f"head must be a Head, such as streamgrad.heads.softmax(2) returns, not of type {got}.")
@@ -185,32 +191,89 @@ class Model:
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), self.cell.init_state())
 
     def run(
-        self, params: Params, state: PyTree, inputs: PyTree, reset: Bool[Array, " T"] | None = None
-    ) -> tuple[Float[Array, "T width"], PyTree]:
+        self, params: Params, state: PyTree, inputs: PyTree, reset: Bool[Array, "*B T"] | None = None
+    ) -> tuple[Float[Array, "*B T width"], PyTree]:
         """Run the network without gradients: h_t = F(h_{t-1}, x_t; θ), y_t = output(h_t).
 
         Args:
           params: the parameters.
-          state: h_0, such as `init_state(params)`, or the field `cell` of an estimator's state, to go on from there.
-          inputs: x_t, a pytree of `[T, ...]`.
+          state: h_0, such as `init_state(params)`, or the field `cell` of an estimator's state, to go on from there;
+            of one stream, or of B of them.
+          inputs: x_t, a pytree of `[T, ...]`, or `[B, T, ...]` for as many streams as the state has.
           reset: as in `Chunk`.
 
         Returns:
-          y_t, which `head.predict` makes predictions of, and h_T. For one stream; `jax.vmap` it for many.
+          y_t, which `predict` makes predictions of, `[T, width]` or `[B, T, width]`, and h_T.
 
         Example:
           >>> import jax, jax.numpy as jnp, streamgrad as sg
           >>> model = sg.Model(sg.cells.gru(2, 4), sg.heads.softmax(3))
           >>> params = model.init(jax.random.key(0))
-          >>> outputs, state = model.run(params, model.init_state(params), jnp.ones((5, 2)))
-          >>> jax.vmap(model.head.predict, in_axes=(None, 0))(params.head, outputs).shape
-          (5, 3)
+          >>> state = sg.batched(sg.rtrl(model), 16).init(params)
+          >>> outputs, states = model.run(params, state.cell, jnp.ones((16, 5, 2)))
+          >>> model.predict(params, outputs).shape
+          (16, 5, 3)
         """
-        self._check_run(params, state, inputs, reset)
+        many = self._is_of_many(state)
+        if many:
+            streams, given = (
+                len(jax.tree.leaves(state)[0]),
+                common_length({"inputs": inputs, "reset": reset}, "the batch"),
+            )
+            if streams != given:
+                raise ValueError(f"state is that of {streams} streams, but inputs, [B, T, ...], are those of {given}.")
+        self._check_run(params, *(one_step((state, inputs, reset)) if many else (state, inputs, reset)))
         values = on_host(inputs)
         if values is not None:
             self.cell.check_values(values)
-        return self._run(params, state, inputs, reset)
+        return (self._run_many if many else self._run)(params, state, inputs, reset)
+
+    def predict(self, params: Params, outputs: Float[Array, "*any width"]) -> PyTree:
+        """What the head makes of outputs, such as probabilities: of one or of many, whatever axes lead.
+
+        Args:
+          params: the parameters.
+          outputs: y_t, from `run`, `Info.outputs` or an estimator's `advance`: `[T, width]`, `[B, T, width]`, ….
+
+        Returns:
+          `head.predict` of each.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, streamgrad as sg
+          >>> model = sg.Model(sg.cells.gru(2, 4), sg.heads.softmax(3))
+          >>> params, est = model.init(jax.random.key(0)), sg.rtrl(model)
+          >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
+          >>> grads, state, info = est.update(params, est.init(params), chunk, None)
+          >>> model.predict(params, info.outputs).shape
+          (5, 3)
+        """
+        if not isinstance(params, Params):
+            raise ValueError(f"params must be what model.init(key) returns, not {kind_of(params)}.")
+        if not hasattr(outputs, "shape") or outputs.shape[-1:] != (self.width,):
+            raise ValueError(
+                f"outputs must be those of the cell, [..., {self.width}], from model.run or info.outputs, not "
+                f"{kind_of(outputs)}."
+            )
+        return self._predict(params.head, outputs)
+
+    @functools.cached_property
+    def _predict(self) -> Callable[..., PyTree]:
+        """`predict`, compiled once for each shape."""
+
+        def predict(head: PyTree, outputs: Array) -> PyTree:
+            flat = jax.vmap(self.head.predict, in_axes=(None, 0))(head, outputs.reshape(-1, outputs.shape[-1]))
+            return jax.tree.map(lambda leaf: leaf.reshape(*outputs.shape[:-1], *leaf.shape[1:]), flat)
+
+        return jax.jit(predict)
+
+    @functools.cached_property
+    def _state_shapes(self) -> list[tuple[int, ...]]:
+        return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(self.cell.init_state))]
+
+    def _is_of_many(self, state: PyTree) -> bool:
+        """Whether a state has an axis for streams before those of the cell's own."""
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(state)]
+        return all(shapes) and [shape[1:] for shape in shapes] == self._state_shapes
 
     @functools.cached_property
     def _check_run(self) -> Callable[..., None]:
@@ -245,6 +308,11 @@ class Model:
             return outputs, state
 
         return jax.jit(run)
+
+    @functools.cached_property
+    def _run_many(self) -> Callable[..., tuple[Array, PyTree]]:
+        """The same for a batch of streams."""
+        return jax.jit(jax.vmap(self._run, in_axes=(None, 0, 0, 0)))
 
     def loss(self, head_params: PyTree, output: Float[Array, " width"], target: PyTree) -> Array:
         """The loss at one step, whatever its target carries; everything in the library asks this one.
@@ -306,6 +374,18 @@ class Model:
 
         (head_grads, dl_dstate), losses = jax.grad(total, argnums=(0, 1), has_aux=True)(head_params, vectors)
         return losses, head_grads, dl_dstate
+
+
+def _way_in(cell: Any) -> str:
+    """How what was given in place of a cell becomes one, where that is known."""
+    if inspect.isfunction(cell):
+        own = cell.__module__.startswith("streamgrad.")
+        return ": call it with its sizes" if own else ": streamgrad.cells.from_function makes one of a step"
+    modules = {kind.__module__.partition(".")[0] for kind in (cell if isinstance(cell, type) else type(cell)).__mro__}
+    for library in ("equinox", "flax", "haiku"):
+        if library in modules:
+            return f": pass streamgrad.cells.from_{library}(cell)"
+    return ""
 
 
 class Influence(NamedTuple):

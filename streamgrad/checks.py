@@ -206,7 +206,10 @@ def find_cut(model: Model, name: Any) -> Cut:
     check_choice("cut", name, CUT_NAMES)
     if name not in model.cell.cuts:
         has = ", ".join(repr(cut) for cut in CUT_NAMES if cut in model.cell.cuts)
-        raise ValueError(f"this cell has no cut {name!r}: choose one of {has}.")
+        way_out = f"choose one of {has} where the estimator leaves a choice, or one that needs no cut, such as rtrl"
+        if model.cell.example_input is None and name == "preactivation":
+            way_out = f"give cells.from_function an example_input, with which its weights are found, or {way_out}"
+        raise ValueError(f"this cell has no cut {name!r}: {way_out}.")
     return model.cell.cuts[name]
 
 
@@ -260,7 +263,9 @@ def check_batch(state: Any, chunk: Any, batch_size: int, memories: int) -> None:
         raise ValueError(f"chunk must be a streamgrad.Chunk, not {kind_of(chunk)}.")
     size = leading_length(chunk, "the batch")
     if size != batch_size:
-        raise ValueError(f"the chunk has {size} streams, but the estimator was made for {batch_size}.")
+        time_first = all(np.shape(leaf)[1:2] == (batch_size,) for leaf in jax.tree.leaves(chunk.inputs))
+        way_out = ": streams come first and then time, [B, T, ...], so swap the first two axes" if time_first else ""
+        raise ValueError(f"the chunk has {size} streams, but the estimator was made for {batch_size}{way_out}.")
     check_state(state)
     for part, count in (("cell", batch_size), ("memory", memories)):
         tree = getattr(state, part)

@@ -46,10 +46,14 @@ class Info(NamedTuple):
     Attributes:
       loss: L_t, one per step, times its weight: what is differentiated is their sum.
       diagnostics: by name, arrays with time as leading axis, such as UORO's `gamma` and `beta`.
+      outputs: y_t, the cell's output at each step, which the loss was read from: what the network said while it
+        learnt. `Model.predict(params, info.outputs)` is what the head made of it. None of an estimator that does not
+        tell.
     """
 
     loss: Float[Array, " T"]
     diagnostics: Mapping[str, Array]
+    outputs: Float[Array, "T width"] | None = None
 
 
 class EstimatorState(NamedTuple):

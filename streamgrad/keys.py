@@ -27,15 +27,20 @@ def check_key(key: Any) -> None:
         raise ValueError("key must be a single JAX PRNG key, such as jax.random.key(0).")
 
 
-def one_key_per_stream(key: Any, batch_size: int) -> Any:
-    """Split a single key; pass on what is one for each stream already; None stays None."""
-    if key is None:
-        return None
-    if is_single_key(key):
-        return jax.random.split(key, batch_size)
-    if not hasattr(key, "shape") or key.shape[:1] != (batch_size,):
+def check_keys(key: Any, batch_size: int) -> None:
+    """`key` is None, a single key, or has a leading axis for that many streams."""
+    many = hasattr(key, "shape") and key.shape[:1] == (batch_size,)
+    if key is not None and not is_single_key(key) and not many:
         raise ValueError(f"key must be one JAX PRNG key, or one for each of the {batch_size} streams.")
-    return key
+
+
+def one_key_per_stream(key: Any, batch_size: int) -> Any:
+    """Split a single key; pass on what is one for each stream already; None stays None.
+
+    Inside of a compiled program: to split it outside takes longer than a small update itself.
+    """
+    check_keys(key, batch_size)
+    return jax.random.split(key, batch_size) if is_single_key(key) else key
 
 
 def _typed(key: Any) -> bool:

@@ -114,8 +114,8 @@ def check_inputs(example: PyTree | None, inputs: PyTree, reset: Any) -> int:
 def on_host(tree: PyTree) -> PyTree | None:
     """The tree as arrays of numpy, where all its numbers can be read at no cost; else None.
 
-    Arrays of numpy can, and arrays of JAX that are on the CPU. Those on an accelerator cannot, because reading them
-    would make the caller wait for it; nor can traced ones.
+    Arrays of numpy can, and arrays of JAX that are on the CPU and have been computed. Those on an accelerator cannot,
+    nor those that are still being computed, because reading them would make the caller wait; nor can traced ones.
     """
     leaves, structure = jax.tree.flatten(tree)
     if not all(map(_on_host, leaves)):
@@ -128,7 +128,8 @@ def _on_host(leaf: Any) -> bool:
         return True
     if not isinstance(leaf, jax.Array) or is_traced(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
-    return leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
+    local = leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
+    return local and leaf.is_ready()
 
 
 def one_step(tree: PyTree) -> PyTree:

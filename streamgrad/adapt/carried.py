@@ -169,7 +169,7 @@ def switched(usual: Algorithm, otherwise: Algorithm | None) -> Callable[..., Out
             outcome = branch(usual, shaping)(inner)
         else:
             outcome = jax.lax.cond(shared.ready, branch(usual, shared.shaping), branch(otherwise, None), inner)
-        loss, diagnostics = outcome.info
+        loss, diagnostics = outcome.info.loss, outcome.info.diagnostics
         flag = jnp.broadcast_to(shared.ready.astype(loss.dtype), loss.shape)
         info = outcome.info._replace(diagnostics={**diagnostics, "carried": flag})
         return outcome._replace(state=outcome.state._replace(shared=shared), info=info)

@@ -26,7 +26,7 @@ class Trace(NamedTuple):
       before: the state that it began with.
       inputs: as in `Chunk`.
       reset: likewise.
-      key: as in `update`; of a batch, one for each stream.
+      key: as in `update`.
     """
 
     before: EstimatorState

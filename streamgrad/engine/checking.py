@@ -19,6 +19,7 @@ from streamgrad.checks import (
     one_step,
 )
 from streamgrad.engine.acting import Trace
+from streamgrad.keys import is_single_key
 from streamgrad.trees import check_inputs, common_length, is_real, kind_of
 
 
@@ -83,11 +84,11 @@ def checks_of(
                 f"not {kind_of(dl_doutput)}."
             )
 
-    def update_many(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> None:
-        update(params, _first(state), one_step(chunk), one_step(keys))
+    def update_many(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> None:
+        update(params, _first(state), one_step(chunk), key if is_single_key(key) else one_step(key))
 
-    def advance_many(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> None:
-        advance(params, _first(state), one_step(chunk), one_step(keys))
+    def advance_many(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> None:
+        advance(params, _first(state), one_step(chunk), key if is_single_key(key) else one_step(key))
 
     def credit_many(params: Params, state: EstimatorState, dl_doutput: Any) -> None:
         trace = _trace_of(state)

@@ -16,6 +16,7 @@ from streamgrad.engine.checking import Checks, checks_of
 from streamgrad.engine.devices import ALONE, Columns, Devices, Spread
 from streamgrad.engine.outside import from_outside
 from streamgrad.engine.reverse_only import naming_reverse_only
+from streamgrad.keys import one_key_per_stream
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling
 from streamgrad.trees import restart as restart
@@ -47,7 +48,7 @@ class Outcome(NamedTuple):
       state: for the next chunk.
       info: as in `GradientEstimator`.
       seen: for `Algorithm.learn`, a `Seen` or whatever it wants to know; where nothing learns, the compiler drops it.
-      outputs: y_t, the cell's output at each step, for `advance`; elsewhere the compiler drops it.
+      outputs: y_t, the cell's output at each step, for `advance` and `Info.outputs`.
     """
 
     summands: PyTree
@@ -119,7 +120,7 @@ class Noisy(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """The contract's functions for a batch of streams, with one key each.
+    """The contract's functions for a batch of streams, with one key for all or one for each.
 
     Attributes:
       update: the mean of the streams' gradients.
@@ -156,9 +157,10 @@ class Engine(GradientEstimator):
 
 
 def over_streams(
-    algorithm: Algorithm, devices: Devices, params: Params, state: EstimatorState, chunk: Chunk, keys: Any
+    algorithm: Algorithm, devices: Devices, params: Params, state: EstimatorState, chunk: Chunk, key: Any
 ) -> Outcome:
-    """`Algorithm.run` for a batch of streams: everything has a leading axis for them but what they share."""
+    """`Algorithm.run` for a batch of streams: all have an axis for them but what they share, and one key for all."""
+    keys = one_key_per_stream(key, len(jax.tree.leaves(chunk.inputs)[0]))
     if algorithm.batch is not None:
         return algorithm.batch(params, state, chunk, keys, devices)
 
@@ -199,7 +201,7 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
             before = as_stream(state)._replace(shared=state.shared)
             known = algorithm.learn(params, before, one._replace(state=after), as_stream(chunk), ALONE)
             new = new._replace(shared=known)
-        return alone(outcome), new, outcome.info
+        return alone(outcome), new, outcome.info._replace(outputs=outcome.outputs)
 
     def init(params: Params) -> EstimatorState:
         check.init(params)
@@ -251,17 +253,17 @@ def streams_of(model: Model, algorithm: Algorithm, check: Checks, devices: Devic
         return jax.vmap(lambda summands: algorithm.total(as_stream(summands)))(outcome.summands)
 
     @jax.jit
-    def compiled(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
-        outcome = run(params, state, fold_weight(chunk), keys)
+    def compiled(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
+        outcome = run(params, state, fold_weight(chunk), key)
         new = outcome.state
         if algorithm.learn is not None:
             new = new._replace(shared=algorithm.learn(params, state, outcome, chunk, devices))
-        return mean(outcome), new, outcome.info
+        return mean(outcome), new, outcome.info._replace(outputs=outcome.outputs)
 
-    def update(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
-        check.update(params, bare(state), chunk, keys)
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
+        check.update(params, bare(state), chunk, key)
         check_values(model, chunk)
-        return compiled(params, bare(state), chunk, keys)
+        return compiled(params, bare(state), chunk, key)
 
     return Streams(
         update,

@@ -11,7 +11,7 @@ from streamgrad.checks import check_at_most, check_batch, check_estimator, check
 from streamgrad.engine.acting import bare
 from streamgrad.engine.devices import ALONE, Devices
 from streamgrad.engine.estimator import STREAMS, Engine, Result, Streams
-from streamgrad.keys import one_key_per_stream
+from streamgrad.keys import check_keys, one_key_per_stream
 
 
 def batched(est: GradientEstimator, batch_size: int, watched: int | None = None) -> GradientEstimator:
@@ -61,13 +61,15 @@ def batched(est: GradientEstimator, batch_size: int, watched: int | None = None)
 
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
         check(bare(state), chunk)
-        return streams.update(params, state, chunk, one_key_per_stream(key, batch_size))
+        check_keys(key, batch_size)
+        return streams.update(params, state, chunk, key)
 
     def advance(
         params: Params, state: EstimatorState, inputs: PyTree, key: Any, reset: Array | None = None
     ) -> tuple[Array, EstimatorState]:
         check(bare(state), Chunk(inputs, None, reset))
-        return streams.advance(params, state, inputs, one_key_per_stream(key, batch_size), reset)
+        check_keys(key, batch_size)
+        return streams.advance(params, state, inputs, key, reset)
 
     def credit(params: Params, state: EstimatorState, dl_doutput: Array, per_stream: bool = False) -> PyTree:
         if per_stream and memories < batch_size:
@@ -96,17 +98,18 @@ def mapped(est: GradientEstimator, devices: Devices) -> Streams:
         return devices.mean_gradient(jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads))
 
     @jax.jit
-    def update(params: Params, state: EstimatorState, chunk: Chunk, keys: Any) -> Result:
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
         many = jax.vmap(est.update, in_axes=(None, axes, 0, 0), out_axes=(0, axes, 0))
+        keys = one_key_per_stream(key, len(jax.tree.leaves(chunk.inputs)[0]))
         grads, state, info = many(params, state, chunk, keys)
         return mean(grads), state, info
 
     @jax.jit
     def advance(
-        params: Params, state: EstimatorState, inputs: PyTree, keys: Any, reset: Array | None
+        params: Params, state: EstimatorState, inputs: PyTree, key: Any, reset: Array | None
     ) -> tuple[Array, EstimatorState]:
         many = jax.vmap(est.advance, in_axes=(None, axes, 0, 0, 0), out_axes=(0, axes))
-        return many(params, state, inputs, keys, reset)
+        return many(params, state, inputs, one_key_per_stream(key, len(jax.tree.leaves(inputs)[0])), reset)
 
     @jax.jit
     def credit_each(params: Params, state: EstimatorState, dl_doutput: Array) -> PyTree:

@@ -71,7 +71,8 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
     if inside == "backprop":
         raise ValueError(
             "snap(inside='backprop') needs the form 'chunks', and a cell in which each row of weights enters few units "
-            "and no preactivation is made of another one."
+            "and no preactivation is made of another one, such as vanilla, lstm or gru in one layer: for stacks and "
+            "encoders use rtrl or local_rtrl, or snap with inside='steps'."
         )
     return online(model, _stepwise(model, _mask(model, order)))
 
