@@ -1,6 +1,7 @@
 """The contract with a training loop: parameters, chunks of a stream, and what an estimator takes and returns."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -80,7 +81,67 @@ def _no_credit(params: Params, state: EstimatorState, dl_doutput: Array) -> Any:
     raise ValueError("this estimator has no credit: it was made of init and update alone.")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+# What `help` says of an estimator's functions.
+HELP = {
+    "init": """The state at the beginning of a stream, or of all streams of a batch.
+
+    Args:
+      params: from `model.init(key)`.
+
+    Returns:
+      An `EstimatorState`: pass it to the first `update` or `advance`.
+    """,
+    "update": """The gradient of a chunk's loss, and the state for the next chunk.
+
+    Args:
+      params: the parameters.
+      state: from `init`, or from the update before.
+      chunk: `Chunk(inputs, targets, reset, weight)`, `[T, ...]`, or `[B, T, ...]` for the B streams of a batch.
+      key: of the noise; None for estimators that have none.
+
+    Returns:
+      `(grads, state, info)`. `grads` is like `params`: the gradient of the loss, summed over time; of a batch, the mean
+      over streams. `info` has the loss of every step, `info.loss`, what the network said, `info.outputs`, and
+      diagnostics.
+    """,
+    "advance": """The first half of `update`: network and influence move on, before any loss is known.
+
+    Args:
+      params: the parameters.
+      state: from `init`, or from the chunk before.
+      inputs: `[T, ...]`, or `[B, T, ...]` for the B streams of a batch.
+      key: of the noise; None for estimators that have none.
+      reset: where episodes begin, or None.
+
+    Returns:
+      `(output, state)`: the cell's output at every step, and the state, with a trace of the chunk for `credit`.
+    """,
+    "credit": """The second half of `update`: the gradient of the cell's parameters for any gradient at the output.
+
+    Args:
+      params: the parameters that `advance` was given.
+      state: that `advance` returned.
+      dl_doutput: dL/dy_t, of the output's shape.
+
+    Returns:
+      A gradient like `params.cell`; of a batch, the mean over streams. The state stays as it is.
+    """,
+}
+
+
+def call(name: str, **options: Any) -> str:
+    """How an estimator is written, in a line, for its `label`; options that are None are left out.
+
+    Example:
+      >>> call("ok", rank=8, noise=None)
+      'ok(rank=8)'
+    """
+    shown = {option: value for option, value in options.items() if value is not None}
+    words = {option: f"array{list(v.shape)}" if hasattr(v, "shape") else repr(v) for option, v in shown.items()}
+    return f"{name}({', '.join(f'{option}={word}' for option, word in words.items())})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class GradientEstimator:
     """The whole contract with a training loop.
 
@@ -99,6 +160,7 @@ class GradientEstimator:
       credit: `credit(params, state, dl_doutput) -> grads`, like `params.cell`, for any gradient `[T, width]` at the
         output of the chunk that the state has a trace of. Now or later, as often as you like: the state stays as it is.
         It goes over the chunk once more, with the parameters it is given; pass those of `advance`.
+      label: how it was made, in a line; `repr` shows it.
 
     Example:
       An eligibility trace, e_t = 0.9 e_{t-1} + dV_t/dθ, of a value that the head reads from the output:
@@ -123,6 +185,17 @@ class GradientEstimator:
     update: Callable[[Params, EstimatorState, Chunk, Any], tuple[Params, EstimatorState, Info]]
     advance: Callable[..., tuple[Array, EstimatorState]] = _no_advance
     credit: Callable[..., PyTree] = _no_credit
+    label: str = dataclasses.field(default="GradientEstimator(init, update)", kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Give functions that say nothing of themselves the contract's words: `help(est.update)` is for users."""
+        for name, text in HELP.items():
+            function = getattr(self, name)
+            if inspect.isfunction(function) and function.__doc__ is None:
+                function.__doc__ = text
+
+    def __repr__(self) -> str:
+        return self.label
 
 
 def fold_weight(chunk: Chunk) -> Chunk:

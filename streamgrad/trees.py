@@ -129,7 +129,7 @@ def _on_host(leaf: Any) -> bool:
     if not isinstance(leaf, jax.Array) or is_traced(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
     local = leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
-    return local and leaf.is_ready()
+    return local and leaf.is_ready()  # pyright: ignore[reportAttributeAccessIssue], which JAX does not declare
 
 
 def one_step(tree: PyTree) -> PyTree:

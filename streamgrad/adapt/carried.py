@@ -93,7 +93,9 @@ def carried(
 
     run = switched(usual, otherwise)
     learn, uses_loss = learner.learn, usual.uses_loss
-    return estimator(est.model, Algorithm(init, run, usual.total, usual.check, learn, uses_loss=uses_loss))
+    algorithm = Algorithm(init, run, usual.total, usual.check, learn, uses_loss=uses_loss)
+    label = f"carried({est!r}, {'window' if episode is None else 'episode'}={episode or window})"
+    return estimator(est.model, algorithm, label=label)
 
 
 def _noisy(est: GradientEstimator) -> Noisy:

@@ -135,7 +135,7 @@ class Streams(NamedTuple):
     credit_each: Callable[..., PyTree]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Engine(GradientEstimator):
     """An estimator of this library: the contract's functions, and what the library itself needs to know.
 
@@ -172,7 +172,7 @@ def over_streams(
     return outcome._replace(state=outcome.state._replace(shared=shared))
 
 
-def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) -> Engine:
+def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None, *, label: str) -> Engine:
     """Put the checks of the input before an algorithm, compile it, and add the form for many streams.
 
     Args:
@@ -185,7 +185,7 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
       model's cell is worked on in another form than it was given, the algorithm is for that form.
     """
     if model.inner is not model:
-        return from_outside(model, estimator(model.inner, algorithm, noisy))
+        return from_outside(model, estimator(model.inner, algorithm, noisy, label=label))
     check, check_many = checks_of(model, algorithm.init, algorithm.check, algorithm.uses_loss)
     run = naming_reverse_only(model, algorithm.run)
 
@@ -235,6 +235,7 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None) ->
         noisy=noisy,
         watchable=algorithm.batch is not None,
         columns=None if algorithm.columns is None else spread,
+        label=label,
     )
 
 

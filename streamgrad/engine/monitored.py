@@ -44,7 +44,7 @@ def monitored(est: GradientEstimator) -> GradientEstimator:
       [True, True]
     """
     check_estimator(est)
-    told = dataclasses.replace(est, update=_telling(est.update))
+    told = dataclasses.replace(est, update=_telling(est.update), label=f"monitored({est!r})")
     if not isinstance(est, Engine):
         return told
 

@@ -20,7 +20,7 @@ from streamgrad.keys import one_key_per_stream
 from streamgrad.trees import kind_of, once_per_shape
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Sharded(GradientEstimator):
     """An estimator over a mesh.
 
@@ -138,7 +138,8 @@ def sharded(
             )
         return (credit_each if per_stream else credit_all)(params, state, dl_doutput)
 
-    return Sharded(layout.init, update, advance, credit, mesh=mesh, specs=layout.specs)
+    label = f"sharded({est!r}, {batch_size}, mesh{tuple(mesh.shape.values())})"
+    return Sharded(layout.init, update, advance, credit, mesh=mesh, specs=layout.specs, label=label)
 
 
 def find_devices(mesh: Mesh, streams: str | None, columns: str | None) -> Devices:

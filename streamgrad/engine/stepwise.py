@@ -15,7 +15,13 @@ from streamgrad.step.cuts import linearise
 from streamgrad.step.product import by_parts
 
 
-def online(model: Model, influence: Influence, check: Callable[[Chunk, int, Any], None] = lambda *_: None) -> Engine:
+def online(
+    model: Model,
+    influence: Influence,
+    check: Callable[[Chunk, int, Any], None] = lambda *_: None,
+    *,
+    label: str = "online(influence)",
+) -> Engine:
     """Turn an influence into a gradient estimator: dL/dθ = Σ_t (dL_t/dh_t) (dh_t/dθ), while the stream runs.
 
     Nothing of the past is kept but the influence: the state's size does not depend on the stream's length.
@@ -24,6 +30,7 @@ def online(model: Model, influence: Influence, check: Callable[[Chunk, int, Any]
       model: the model whose gradients are estimated.
       influence: how dh_t/dθ is represented.
       check: as in `Algorithm`.
+      label: what `repr` shows.
 
     Returns:
       The estimator. The head's gradient is exact.
@@ -31,7 +38,7 @@ def online(model: Model, influence: Influence, check: Callable[[Chunk, int, Any]
     check_model(model)
     if not isinstance(influence, Influence):
         raise ValueError(f"influence must be a streamgrad.Influence, not {influence!r}.")
-    return estimator(model, stepwise(model, influence, check))
+    return estimator(model, stepwise(model, influence, check), label=label)
 
 
 def stepwise(

@@ -76,7 +76,8 @@ def batched(est: GradientEstimator, batch_size: int, watched: int | None = None)
             raise ValueError("only streams that are watched have credit of their own: leave watched out of batched.")
         return (streams.credit_each if per_stream else streams.credit)(params, state, dl_doutput)
 
-    return GradientEstimator(init, update, advance, credit)
+    label = f"batched({est!r}, {batch_size}{'' if watched is None else f', watched={watched}'})"
+    return GradientEstimator(init, update, advance, credit, label=label)
 
 
 def check_watched(est: GradientEstimator, batch_size: int, watched: Any) -> None:

@@ -12,6 +12,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model, check_number, check_size, leading_length
+from streamgrad.contract import call
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, sum_over_streams
 from streamgrad.engine.flow import Flow, scaled, through
 from streamgrad.engine.stored import as_stored, forgotten, latest, no_inputs
@@ -113,7 +114,9 @@ def artbp(
             "artbp stores inputs across chunks: give cells.from_function an example_input, one x or its shape."
         )
     alpha = None if tail is None else float(tail)
-    return estimator(model, _Random(model, float(mean_length), alpha, int(longest), source).algorithm())
+    algorithm = _Random(model, float(mean_length), alpha, int(longest), source).algorithm()
+    label = call("artbp", mean_length=mean_length, tail=tail, longest=longest)
+    return estimator(model, algorithm, label=label)
 
 
 @dataclasses.dataclass(frozen=True)

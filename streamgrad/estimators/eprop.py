@@ -2,6 +2,7 @@
 
 from streamgrad.base import GradientEstimator, Model
 from streamgrad.checks import find_cut
+from streamgrad.contract import call
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.feedback import find_feedback
 from streamgrad.engine.local import by_own_units
@@ -44,7 +45,8 @@ def eprop(model: Model, feedback: str = "symmetric", seed: int = 0) -> GradientE
     """
     signal = find_feedback("eprop", model, feedback, seed)
     local = find_traces("eprop", model)
-    return estimator(model, by_own_units(model, local, "steps", signal))
+    label = call("eprop", feedback=feedback)
+    return estimator(model, by_own_units(model, local, "steps", signal), label=label)
 
 
 def find_traces(name: str, model: Model) -> Local:

@@ -1,5 +1,6 @@
 """RTRL inside each layer, backpropagation across layers at the same step."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model
+from streamgrad.contract import call
 from streamgrad.engine.chunkwise import chunkwise, last_axis
 from streamgrad.engine.devices import ALONE, Columns, Devices, Spread
 from streamgrad.engine.estimator import Algorithm, Outcome, as_stream, estimator, restart, same_dtype
@@ -51,7 +53,7 @@ def local_rtrl(model: Model) -> GradientEstimator:
     check_model(model)
     layers = model.cell.layers
     if len(layers) < 2:
-        return rtrl(model)
+        return dataclasses.replace(rtrl(model), label=call("local_rtrl"))
     # Each layer by itself: what it is given is known, and so is the gradient at all of its state.
     models = [Model(layer._replace(output=_whole, worked=None), squared_error(1)) for layer in layers]
     parts = [chunkwise(one, find_across(one)) for one in models]
@@ -96,7 +98,8 @@ def local_rtrl(model: Model) -> GradientEstimator:
         return Spread(whole, last_axis)
 
     can = all(part.columns is not None for part in parts)
-    return estimator(model, Algorithm(init, run, batch=batch, columns=spread if can else None))
+    algorithm = Algorithm(init, run, batch=batch, columns=spread if can else None)
+    return estimator(model, algorithm, label=call("local_rtrl"))
 
 
 def _whole(state: PyTree) -> Float[Array, " S"]:

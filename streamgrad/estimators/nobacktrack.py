@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float
 from streamgrad.base import GradientEstimator, Influence, Model
 from streamgrad.checks import find_cut
+from streamgrad.contract import call
 from streamgrad.engine.stepwise import online
 from streamgrad.estimators.uoro import UoroMemory, noise_check, rank_one
 from streamgrad.noise.groups import make_groups
@@ -67,7 +68,8 @@ def nobacktrack(model: Model, noise: str | Noise = "rademacher", rescale: Any = 
         memory, diagnostics = plain.advance(shared._replace(shaping=shaping(q)), memory, step, shaped, dl_dstate)
         return memory, diagnostics | {"q": q}
 
-    return online(model, plain._replace(advance=advance), noise_check(source, rescaling))
+    label = call("nobacktrack", rescale=rescaling.name)
+    return online(model, plain._replace(advance=advance), noise_check(source, rescaling), label=label)
 
 
 def row_norms(step: Step, size: int, dtype: Any) -> Float[Array, " N"]:

@@ -17,6 +17,7 @@ from streamgrad.checks import (
     find_cut,
     leading_length,
 )
+from streamgrad.contract import call
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, transition
 from streamgrad.engine.passes import episode_over
 from streamgrad.noise.settings import NoiseSettings, check_sigma
@@ -185,7 +186,9 @@ def reinforce(
         del chunk, length
         source.check(key)
 
-    return estimator(model, Algorithm(init, run, check=check, uses_loss=baseline == "average"))
+    algorithm = Algorithm(init, run, check=check, uses_loss=baseline == "average")
+    label = call("reinforce", sigma=sigma if isinstance(sigma, int | float) else None, baseline=baseline)
+    return estimator(model, algorithm, label=label)
 
 
 def _reinforced(

@@ -1,5 +1,7 @@
 """Sparse n-step approximation: the influence at the entries that so many steps can reach."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import numpy as np
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, check_size, find_cut
+from streamgrad.contract import call
 from streamgrad.engine import shaped
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.local import by_own_units
@@ -62,19 +65,20 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
     check_size(order=order)
     check_choice("inside", inside, ("steps", "backprop"))
     check_choice("form", form, ("chunks", "steps"))
+    label = call("snap", order=order, inside=inside)
     if form == "chunks":
         if is_exact(model, order):
-            return rtrl(model)
+            return dataclasses.replace(rtrl(model), label=label)
         local = find_local(model, order)
         if local is not None:
-            return estimator(model, by_own_units(model, local, inside))
+            return estimator(model, by_own_units(model, local, inside), label=label)
     if inside == "backprop":
         raise ValueError(
             "snap(inside='backprop') needs the form 'chunks', and a cell in which each row of weights enters few units "
             "and no preactivation is made of another one, such as vanilla, lstm or gru in one layer: for stacks and "
             "encoders use rtrl or local_rtrl, or snap with inside='steps'."
         )
-    return online(model, _stepwise(model, _mask(model, order)))
+    return online(model, _stepwise(model, _mask(model, order)), label=label)
 
 
 def is_exact(model: Model, order: int) -> bool:

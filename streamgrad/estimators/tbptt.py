@@ -12,6 +12,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_flag, check_model, check_size, leading_length
+from streamgrad.contract import call
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams
 from streamgrad.engine.stored import as_stored, forgotten, latest, no_inputs
 from streamgrad.step.copies import in_copies
@@ -93,7 +94,8 @@ def tbptt(model: Model, window: int, every: int = 1, replay: bool = False) -> Gr
             "tbptt stores inputs across chunks: give cells.from_function an example_input, one x or its shape."
         )
     # As Python's own numbers: a caller's may be numpy's, of any width.
-    return estimator(model, _Truncated(model, int(window), int(every), replay).algorithm())
+    algorithm = _Truncated(model, int(window), int(every), replay).algorithm()
+    return estimator(model, algorithm, label=call("tbptt", window=window, every=every))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Cut, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, check_model, find_cut
+from streamgrad.contract import call
 from streamgrad.engine.estimator import Algorithm, Noisy, estimator
 from streamgrad.engine.factored import Factored
 from streamgrad.engine.stepwise import stepwise
@@ -110,7 +111,8 @@ def uoro(
         _check_across(rescaling, cut=cut, groups=groups, q0=q0, immediate=immediate, form=form)
         algorithm = uoro_across(model, source, rescaling, blocks, shrink)
         check = noise_check(source, rescaling, chunks=True)
-        return estimator(model, algorithm._replace(check=check, uses_loss=shrink == "auto"))
+        label = call("uoro", inside=inside, blocks=blocks, shrink=shrink)
+        return estimator(model, algorithm._replace(check=check, uses_loss=shrink == "auto"), label=label)
     if blocks != 1 or shrink != 1:
         raise ValueError("blocks and shrink are for what lies before the chunk: they need inside='backprop'.")
     vertex = find_cut(model, cut)
@@ -130,7 +132,8 @@ def uoro(
         return algorithm._replace(check=noise_check(source, rescaling))
 
     free = cut == "preactivation" and q0 is None and rescaling.name == "gir"
-    return estimator(model, rescaled(rescaling), Noisy(partition, True, rescaled) if free else None)
+    label = call("uoro", cut=cut, rescale=rescaling.name, groups=groups)
+    return estimator(model, rescaled(rescaling), Noisy(partition, True, rescaled) if free else None, label=label)
 
 
 def rank_one(
