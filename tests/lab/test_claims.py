@@ -1,8 +1,23 @@
 """The paper's claims, asserted over the recorded runs of the `paper` preset (experiments/results/paper)."""
 
-from streamgrad.lab.experiments import ablation, carried_report, streams, variance, variance_report
+import dataclasses
+
+import numpy as np
+
+from streamgrad.lab.experiments import (
+    ablation,
+    carried_report,
+    reinforce,
+    reinforce_report,
+    streams,
+    tune,
+    tune_report,
+    variance,
+    variance_report,
+)
 from streamgrad.lab.experiments.records import read_settings
 from streamgrad.lab.experiments.streams.lanes import read_cases
+from streamgrad.lab.manifest import load_manifest, plain
 from streamgrad.lab.tables import read_rows
 from tests.tools import ROOT
 
@@ -42,6 +57,47 @@ def test_carried_over():
     claims = carried_report.claims(rows)
     assert len(claims) == 2
     assert [claim.detail for claim in claims if not claim.holds] == []
+
+
+def test_reinforce():
+    """All five claims hold, over every cell and every σ of the preset."""
+    folder, config = recorded("reinforce"), reinforce.PRESETS["paper"]
+    claims = [claim for section in reinforce_report.sections(folder) for claim in section.claims]
+    assert len(claims) == 5
+    assert [claim.detail for claim in claims if not claim.holds] == []
+    limit, variances, _ = (read_rows(folder / file) for file in reinforce_report.FILES)
+    assert {row["cell"] for row in limit} == set(config.cells)
+    for rows in (limit, variances):
+        np.testing.assert_allclose(sorted({row["sigma"] for row in rows}, reverse=True), config.sigmas, rtol=1e-9)
+
+
+def test_tune():
+    """Both claims hold, over the whole grid of Appendix G and every fresh seed."""
+    folder, config = recorded("tune"), tune.PRESETS["paper"]
+    fresh = config.seed + config.trials
+    searched = {
+        (setting.name, point, seed)
+        for setting in config.settings
+        for point in tune.grid(config, setting)
+        for seed in range(config.seed, fresh)
+    }
+    assert set(tune_report.read_losses(folder / tune_report.POINTS)) == searched
+    pairs = tune_report.read_pairs(folder)
+    assert {len(pair.best_losses) for pair in pairs.values()} == {config.again}
+    assert {seed for *_, seed in tune_report.read_losses(folder / tune_report.AGAIN)} == set(
+        range(fresh, fresh + config.again)
+    )
+    claims = tune_report.claims(pairs)
+    assert len(claims) == 2
+    assert [claim.detail for claim in claims if not claim.holds] == []
+
+
+def test_recorded_runs_are_those_of_the_presets():
+    """What the manifest says of them is what `reproduce --resume` would ask for."""
+    known = load_manifest(RESULTS).experiments
+    for name, experiment in (("reinforce", reinforce.EXPERIMENT), ("tune", tune.EXPERIMENT)):
+        assert known[name]["done"]
+        assert known[name]["config"] == plain(dataclasses.asdict(experiment.presets["paper"]))
 
 
 def test_streams_at_laptop_size():

@@ -254,27 +254,6 @@ def test_ablation_runs_from_the_command_line(tmp_path, capsys):
     assert "settings must be among neither, spatial" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_tune_leaves_out_what_is_finished(tmp_path):
-    config = dataclasses.replace(tune.PRESETS["smoke"], settings=variance.SETTINGS[3:])
-    part = dataclasses.replace(config, learning_rates=config.learning_rates[:1])
-    tune.run(part, tmp_path)
-    first = (tmp_path / tune.POINTS).read_text().splitlines()
-    seen = []
-    tune.run(config, tmp_path, lambda *what: seen.append(what[:3]), resume=True)
-    assert seen == [("optimal-optimal", 3, 3)]
-    lines = (tmp_path / tune.POINTS).read_text().splitlines()
-    assert len(lines) == 4 and lines[: len(first)] == first
-    losses = {line.split(",")[5] for line in lines[1:]}
-    assert len(losses) == 3  # every point learns by its own hyperparameters
-    seen.clear()
-    tune.run(config, tmp_path, lambda *what: seen.append(what), resume=True)
-    assert not seen
-    (section,) = tune.EXPERIMENT.sections(tmp_path)
-    assert [row[4] for row in section.table.rows] == ["3"]
-    assert len(tune.grid(tune.PRESETS["paper"], variance.SETTINGS[3])) == 90
-
-
 def test_an_experiment_goes_on_as_it_was_begun(tmp_path, monkeypatch):
     never = dataclasses.replace(tune.EXPERIMENT, run=lambda *_, **__: None)
     monkeypatch.setattr(tune, "EXPERIMENT", never)

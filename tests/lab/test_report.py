@@ -1,6 +1,7 @@
 """The report in a real browser, what it is made of, and the commands around it."""
 
 import base64
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import pytest
 from streamgrad.lab.cli.claims import EarlyClaims, print_claims
 from streamgrad.lab.cli.main import main
 from streamgrad.lab.experiments import MODULES, Claim
-from streamgrad.lab.manifest import Manifest, save_manifest
+from streamgrad.lab.manifest import Manifest, load_manifest, save_manifest
 from streamgrad.lab.report.figure import inline_svg
 from tests.lab.browser import Page, find_browser
 from tests.lab.fake_experiment import NASTY
@@ -82,6 +83,14 @@ def test_report_is_the_same_anew(run, capsys):
     assert json.loads(capsys.readouterr().out)["report"] == str(run / "report.html")
     assert (run / "report.html").read_bytes() == before
     assert not list(run.rglob("*.tmp"))
+
+
+def test_report_of_a_run_from_the_source_tree(run):
+    """Where streamgrad is not installed, as on a borrowed GPU, the manifest does not know its version."""
+    manifest = load_manifest(run)
+    save_manifest(run, dataclasses.replace(manifest, versions={"jax": "0.1"}))
+    assert main(["report", str(run)]) == 0
+    assert "streamgrad, preset" in (run / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

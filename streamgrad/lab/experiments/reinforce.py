@@ -44,6 +44,9 @@ BASELINES: Mapping[str, dict[str, Any]] = {
     "position": {"baseline": "average"},  # and `positions`
     "noise_free": {"baseline": "noise_free"},
 }
+# Samples of the noise side by side: enough for a GPU not to wait for single kernels.
+AT_ONCE = 2000
+
 Rows = list[dict[str, Any]]
 
 
@@ -92,7 +95,12 @@ PRESETS = {
 }
 
 
-Sampler = Callable[[float, Array], np.ndarray]
+class _Moments(NamedTuple):
+    total: float
+    error: float
+
+
+Sampler = Callable[[float, Array], _Moments]
 
 
 class Subject(NamedTuple):
@@ -139,7 +147,8 @@ def run(
         progress("reinforce", told, parts, words)
 
     limits, variances, shapings = [], [], []
-    with jax.enable_x64(True):
+    # What is called float32 in the results has all its digits on a GPU as well, which would take TF32.
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         for index, cell in enumerate(config.cells):
             subject = _subject(config, cell)
             tell(f"{cell}: trained")
@@ -240,19 +249,14 @@ def _limit(config: Config, cell: str, subject: Subject, also_float32: bool) -> R
     return rows
 
 
-class _Moments(NamedTuple):
-    total: float
-    error: float
-
-
-def _moments(samples: Float[np.ndarray, "n P"]) -> _Moments:
+def _moments(samples: Float[Array, "n P"]) -> tuple[Array, Array]:
     """Total variance and its standard error."""
-    d = np.sum((samples - samples.mean(axis=0)) ** 2, axis=1)
-    return _Moments(float(d.sum() / (len(d) - 1)), float(d.std() / np.sqrt(len(d))))
+    d = jnp.sum((samples - jnp.mean(samples, axis=0)) ** 2, axis=1)
+    return jnp.sum(d) / (len(d) - 1), jnp.std(d) / np.sqrt(len(d))
 
 
 def _sampler(config: Config, subject: Subject, baseline: str) -> Sampler:
-    """Estimates of the cell's gradient under much noise, by σ and Q_0; the same noise for all."""
+    """Moments of the estimate of the cell's gradient, by σ and Q_0; the same noise for all."""
     model, params, chunk, past, _, _ = subject
     options: dict[str, Any] = {"baseline": "none"} | BASELINES[baseline]
     if baseline == "position":
@@ -263,14 +267,16 @@ def _sampler(config: Config, subject: Subject, baseline: str) -> Sampler:
     noise_of_past = _draw(config.seed + 3, config.episodes * config.length, size)
 
     @jax.jit
-    def sample(noise: Array, sigma: Array, pair: Shaping) -> Array:
+    def sample(noise: Array, sigma: Array, pair: Shaping) -> tuple[Array, Array]:
         state = with_noise(est.init(params), sigma=sigma)
         state = state._replace(shared=state.shared._replace(shaping=pair))
         if options["baseline"] == "average":  # outlives the reset with which the chunk begins
             _, state, _ = est.update(params, state, past, noise_of_past)
-        return jax.lax.map(lambda u: _flat(est.update(params, state, chunk, u)[0].cell), noise, batch_size=500)
+        return _moments(
+            jax.lax.map(lambda u: _flat(est.update(params, state, chunk, u)[0].cell), noise, batch_size=AT_ONCE)
+        )
 
-    return lambda sigma, q0: np.asarray(sample(noise, jnp.asarray(sigma), shaping(q0)))
+    return lambda sigma, q0: _Moments(*map(float, sample(noise, jnp.asarray(sigma), shaping(q0))))
 
 
 def _variance(config: Config, cell: str, subject: Subject, baseline: str, sample: Sampler) -> Rows:
@@ -280,7 +286,7 @@ def _variance(config: Config, cell: str, subject: Subject, baseline: str, sample
     square = float(jnp.sum(_flat(subject.episode.gradient.cell) ** 2))
     rows: Rows = []
     for sigma in config.sigmas:
-        found = _moments(sample(sigma, identity))
+        found = sample(sigma, identity)
         score = float(variance.score_variance(subject.episode, sigma))
         measured = {"quantity": "variance", "value": found.total / square, "error": found.error / square}
         theory = {"none": score / square, "noise_free": limit / square}.get(baseline, "")
@@ -313,7 +319,7 @@ def _bias(config: Config, cell: str, subject: Subject) -> Rows:
             both = [_flat(jax.grad(loss)(params.cell, sign * sigma * u)) for sign in (1, -1)]
             return (both[0] + both[1]) / 2 - _flat(episode.gradient.cell)
 
-        found = jax.lax.map(pair, noise, batch_size=500)
+        found = jax.lax.map(pair, noise, batch_size=AT_ONCE)
         return jnp.mean(found, axis=0), jnp.std(found, axis=0) / np.sqrt(config.samples)
 
     square = float(jnp.sum(_flat(episode.gradient.cell) ** 2))
@@ -334,7 +340,7 @@ def _shaping(config: Config, cell: str, subject: Subject, sample: Sampler) -> Ro
     sigma = float(config.sigmas[-1]) * 10
     rows: Rows = []
     for name, q0 in (("identity", jnp.eye(size)), ("best", subject.q0)):
-        found = _moments(sample(sigma, q0))
+        found = sample(sigma, q0)
         predicted = float(variance.total_variance(subject.episode, None, q0)) / square
         score = float(variance.score_variance(subject.episode, 1.0, q0)) / square
         what = {"cell": cell, "q0": name, "sigma": sigma, "value": found.total / square, "error": found.error / square}

@@ -87,7 +87,7 @@ def variance_claims(records: Records) -> list[Claim]:
             "shrinks what happens to be large.",
             "Here that did not lower the measured variance below the prediction.",
         ),
-        _lowest(
+        lowest(
             "The measured V(Q) is lowest when both Q₀ and α are optimal.",
             measured,
             "Mean over trials and the last half of the updates",
@@ -100,7 +100,7 @@ def variance_claims(records: Records) -> list[Claim]:
 def training_claims(records: Records) -> list[Claim]:
     """What Figure 1 is held against."""
     return [
-        _lowest(
+        lowest(
             "The training curve is lowest when both Q₀ and α are optimal.",
             {name: _late(record, "loss", FINAL) for name, record in records.items()},
             "Loss over the last tenth of the updates, mean over trials and its 95% interval",
@@ -109,7 +109,7 @@ def training_claims(records: Records) -> list[Claim]:
     ]
 
 
-def _lowest(text: str, trials: dict[str, np.ndarray], what: str, if_fails: str, more: str = "") -> Claim:
+def lowest(text: str, trials: dict[str, np.ndarray], what: str, if_fails: str, more: str = "") -> Claim:
     """Whether the trials of the best setting are below those of every other, by the ratio of geometric means."""
     others = [name for name in trials if name != BEST and BEST in trials]
     logs = {name: log_ratio(trials[name], trials[BEST]) for name in others}
