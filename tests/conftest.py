@@ -14,6 +14,7 @@ import jax
 import jaxtyping
 import pytest
 
+from tests.base import names
 from tests.cells.libraries import have
 
 jax.config.update("jax_enable_x64", True)
@@ -47,6 +48,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say it where tests are not yet on the list of those that must be there."""
+    if new := names.unlisted():
+        terminalreporter.write_line(f"{len(new)} tests are not in tests/names.txt yet: `{names.COMMAND}` adds them.")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -70,6 +70,30 @@ def test_spread_of_uoro_across_is_the_theory(cell, reset, blocks, alpha):
     assert error(ep.gradient, bptt(model, params, chunk)) < 1e-10
 
 
+@pytest.mark.parametrize("cell, form", [("vanilla", "chunks"), ("nested", "chunks"), ("vanilla", "steps")])
+def test_the_influence_of_rtrl_is_the_jacobian(cell, form):
+    """M = dh/dθ of all that has passed, of which a transposed part would be seen: units hear each other unevenly."""
+    model = make_model(cell, n_hidden=3)
+    params, chunk = make_params(model), make_chunk(model, 6)
+    _, _, state = run(made(sg.rtrl, model, form=form), params, split(chunk, (2, 3, 1)))
+
+    def end(cell_params):
+        begin = model.init_state(params)
+        after = jax.lax.scan(lambda h, x: (model.cell.step(cell_params, h, x), None), begin, chunk.inputs)[0]
+        return ravel_pytree(after)[0]
+
+    assert error(state.memory, jax.jit(jax.jacobian(end))(params.cell)) < 1e-10
+
+
+@pytest.mark.parametrize("cell", few(["rtu", "lru"], "rtu"))
+def test_rtrl_of_units_that_keep_to_themselves(cell):
+    """Pairs of units that turn: between the two of a pair the Jacobian is not symmetric."""
+    model = sg.Model(getattr(sg.cells, cell)(2, 3), sg.heads.squared_error(2))
+    params, chunk = make_params(model), make_chunk(model, 6, reset=(1,))
+    got, _, _ = run(sg.rtrl(model), params, split(chunk, (2, 3, 1)))
+    assert error(got, bptt(model, params, chunk)) < 1e-10
+
+
 REDUCED = [("gru", 1, None), ("vanilla", 2, (1,)), ("vanilla", 1, None), ("lstm", 1, (1,))]
 
 
@@ -147,6 +171,30 @@ def test_shrinkage():
     known = state.shared.shrinkage
     weight = float(jnp.clip(known.signal / known.square, 0, 1))
     np.testing.assert_allclose(auto, zero + weight * (one - zero), atol=1e-12)
+
+
+def test_auto_estimates_the_signal_without_bias():
+    """‖E x‖² of the streams' corrections x is ‖x̄‖² less the variance of x̄; both are averaged over updates."""
+    model, streams = make_model("vanilla"), 3
+    params, keys = make_params(model), jax.random.split(jax.random.key(0), streams)
+    chunks = [make_chunk(model, 6, seed=seed) for seed in range(streams)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
+    auto = sg.batched(sg.uoro(model, inside="backprop", shrink="auto"), streams)
+    # Each stream by itself, with all of its older credit, and without.
+    alone = [jax.jit(jax.vmap(made(sg.uoro, model, inside="backprop", shrink=shrink).update, (None, 0, 0, 0)))
+             for shrink in (1, 0)]  # fmt: skip
+    state, signal, square = auto.init(params), 0.0, 0.0
+    each = jax.tree.map(lambda leaf: jnp.stack([leaf] * streams), made(sg.uoro, model, inside="backprop").init(params))
+    for at in (0, 2, 4):
+        part = jax.tree.map(lambda leaf, at=at: leaf[:, at : at + 2], stacked)
+        _, state, _ = auto.update(params, state, part, keys)
+        (full, after, _), (truncated, _, _) = (update(params, each, part, keys) for update in alone)
+        each, x = after, np.asarray(full.cell["w"] - truncated.cell["w"]).reshape(streams, -1)
+        mean, variance = x.mean(axis=0), np.sum(x.var(axis=0, ddof=1)) / streams
+        signal = 0.99 * signal + 0.01 * (mean @ mean - variance)
+        square = 0.99 * square + 0.01 * mean @ mean
+    assert square > 0
+    np.testing.assert_allclose(state.shared.shrinkage, (signal, square), rtol=1e-8)
 
 
 @pytest.mark.parametrize("cell", few(["lstm", "stack"], "stack"))

@@ -45,6 +45,9 @@ each = cases(lambda row, cut: True)
 each_kind = cases(lambda row, cut: True, of_each_kind)
 
 
+LAYERS = sg.Model(sg.cells.stack(sg.cells.vanilla(1, 1), sg.cells.vanilla(1, 2)), sg.heads.squared_error(2))
+
+
 def setup(cell="vanilla", length=4, dtype=jnp.float64, reset=None, **sizes):
     model = make_model(cell, **sizes)
     return model, make_params(model, dtype=dtype), make_chunk(model, length, dtype=dtype, reset=reset)
@@ -292,6 +295,34 @@ def test_batched_is_the_mean_of_single_streams(row, cut):
         assert info.loss.shape == (3, 4)
         want = jax.tree.map(lambda *leaves: sum(leaves) / 3, *singles)
         assert error(grads, want) < 1e-12
+
+
+def check_weights(est, model):
+    """A chunk's weights, and a head that multiplies by them: the same gradients, losses, and all that is carried on."""
+    params, weight = make_params(model), jnp.asarray([0.5, 0.0, -2.0, 3.0, 1.0, -1.0, 0.0, 0.25])
+    chunk = make_chunk(model, 8)._replace(weight=weight)
+    twice = (model, chunk), (made(weighed, model), by_hand(chunk))
+    one, other = (run(est(model), params, split(chunk, (4, 4)), jax.random.key(0)) for model, chunk in twice)
+    assert error(one[0], other[0]) < 1e-12
+    for a, b in zip(jax.tree.leaves(one[1:]), jax.tree.leaves(other[1:]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@each
+def test_weights_are_losses_scaled_by_hand(row, cut):
+    """In two chunks; on two layers, where the estimator takes them."""
+    model = LAYERS if cut is None or cut in LAYERS.cell.cuts else make_model("vanilla")
+    check_weights(lambda model: make(row, cut, model), make_model("vanilla") if refuses(row, cut, model) else model)
+
+
+VARIANTS = [(row, options) for row in ROWS for options in row.variants if options.get("shrink") != "auto"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row, options", VARIANTS, ids=lambda case: getattr(case, "name", str(case)))
+def test_weights_with_other_options(row, options):
+    options = dict(options) | ({"groups": 2} if "groups" in options else {"blocks": 2} if "blocks" in options else {})
+    check_weights(lambda model: row.make(model, **options), make_model("vanilla"))
 
 
 @each_kind

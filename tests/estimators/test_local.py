@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
+from streamgrad.engine.feedback import random_weights
 from streamgrad.step.local import find_local
 from tests.reference import local as oracle
 from tests.tools import bptt, error, few, made, make_chunk, make_params, one_sentence, run, split
@@ -245,6 +246,16 @@ FEEDBACK += [(name, "symmetric") for name in ("vanilla", "lstm", "lif")]
 @pytest.mark.parametrize("name, feedback", few(FEEDBACK, ("adaptive lif", "random")))
 def test_eprop(name, feedback):
     check(sg.eprop, oracle.eprop, name, {"feedback": feedback, "seed": 3})
+
+
+def test_random_feedback_is_as_large_as_the_head_begins():
+    """B has the variance of W, one over the width of the output, however many rows there are."""
+    model = sg.Model(sg.cells.vanilla(1, 16), sg.heads.squared_error(900))
+    w = np.asarray(model.init(jax.random.key(0)).head["w"])
+    b = np.asarray(random_weights(0, w.shape, w.dtype))
+    assert b.shape == w.shape == (900, 16)
+    np.testing.assert_allclose([w.std(), b.std()], 1 / 4, rtol=0.03)  # 14,400 numbers: five standard errors
+    assert abs(b.mean()) < 0.01 and not np.array_equal(b, random_weights(1, w.shape, w.dtype))
 
 
 def test_eprop_of_an_lstm_keeps_its_forget_gate():

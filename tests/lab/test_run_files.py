@@ -170,6 +170,23 @@ def test_a_damaged_checkpoint_is_passed_over(how, tmp_path, caplog):
         checkpoints.newest()
 
 
+def test_one_bit_of_an_array_is_noticed(tmp_path, caplog):
+    """Which the storage does not notice by itself: numbers that cannot be compressed lie in their file as they are."""
+    checkpoints, numbers = Checkpoints(tmp_path), np.random.default_rng(0).integers(0, 1 << 62, 500)
+    for step in (5, 20):
+        checkpoints.save(step, {"a": numbers + step})
+    stored = (numbers + 20).tobytes()
+    (file,) = [path for path in (tmp_path / "20").rglob("*") if path.is_file() and stored in path.read_bytes()]
+    whole = bytearray(file.read_bytes())
+    whole[whole.index(stored) + 8 * 123] ^= 1
+    file.write_bytes(whole)
+    with pytest.raises(ValueError, match=r"20 cannot be read \(its checksum is wrong\)"):
+        checkpoints.read(20)
+    step, leaves = checkpoints.newest()
+    assert step == 5 and np.array_equal(leaves["['a']"], numbers + 5)
+    assert "its checksum is wrong" in caplog.text
+
+
 @pytest.mark.parametrize("case", ["garbage", "binary", "csv gone", "half a row", "checkpoint gone"])
 def test_a_damaged_run_is_not_resumed_in_silence(case, unbroken, tmp_path):
     folder = tmp_path / "run"
