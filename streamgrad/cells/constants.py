@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import PyTree
@@ -36,8 +37,8 @@ def check_constants(cell: Cell) -> None:
 def _held_parameter(cell: Cell, state: PyTree, program: Program) -> str | None:
     """The name of a parameter that a program has among its constants; None where there is none, as in most."""
     used = set(program.outputs).union(*(op.inputs for op in program.ops))
-    held = [value for number, value in program.constants.items() if number in used and np.size(value) > 0]
-    held = [value for value in held if isinstance(value, jax.Array | np.ndarray)]
+    arrays = [value for number, value in program.constants.items() if number in used and hasattr(value, "dtype")]
+    held = [value for value in arrays if jnp.issubdtype(value.dtype, jnp.inexact)]
     if not held:
         return None
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -95,7 +95,8 @@ def reinforce(
         `streamgrad.with_noise` changes a σ that follows none.
       baseline: "noise_free", "average" or "none".
       q0: Q_0, an invertible matrix `[S, S]` or diagonal `[S]` over the ravelled state; None is the identity. The noise
-        has the covariance σ² Q_0 Q_0^T.
+        has the covariance σ² Q_0 Q_0^T. Counters, masks and keys in the state have no noise: beside them Q_0 must be
+        diagonal.
       noise: "gaussian", or "given" (the caller passes u in place of the key). The score is that of
         Gaussian noise, so that there are no signs.
       decay: of the baseline "average": the loss k steps, or with `positions` k episodes, back counts decay^k.
