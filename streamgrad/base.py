@@ -103,9 +103,16 @@ class Model:
         return jax.eval_shape(lambda: self.cell.output(self.cell.init_state())).shape[0]
 
     def init_state(self, params: Params) -> PyTree:
-        """The state at the beginning of an episode, in the dtype of the cell's parameters."""
-        dtype = real_dtype(params.cell) if self.given.worked is None else work_dtype(params.cell)
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), self.cell.init_state())
+        """The state at the beginning of an episode, in the dtype that its parameters are worked in."""
+        return in_dtype(self.cell.init_state(), work_dtype(params.cell))
+
+    @functools.cached_property
+    def numbers(self) -> Bool[np.ndarray, " S"]:
+        """Which entries of the ravelled state are numbers; the others are digits of counters, masks and keys."""
+        worked, encoded = self.given.worked, jax.eval_shape(self.cell.init_state)
+        own = encoded if worked is None else jax.eval_shape(worked.state, encoded)
+        leaves = zip(jax.tree.leaves(encoded), jax.tree.leaves(own), strict=True)
+        return np.concatenate([np.full(leaf.size, jnp.issubdtype(was.dtype, jnp.inexact)) for leaf, was in leaves])
 
     def run(
         self, params: Params, state: PyTree, inputs: PyTree, reset: Bool[Array, "*B T"] | None = None
@@ -211,8 +218,8 @@ class Model:
         """`run`, compiled once for each shape."""
 
         def run(params: Params, state: PyTree, inputs: PyTree, reset: Array | None) -> tuple[Array, PyTree]:
-            params = self.enter(params)
-            fresh, dtype = self.init_state(params), real_dtype(params.cell)
+            params = widened(self.enter(params))
+            fresh = self.init_state(params)
 
             def step(state: PyTree, now: tuple) -> tuple[PyTree, Array]:
                 x, reset = now
@@ -220,7 +227,7 @@ class Model:
                 state = same_dtype(self.cell.step(params.cell, state, x), state)
                 return state, self.cell.output(state)
 
-            state = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), state)
+            state = in_dtype(state, real_dtype(params.cell))
             state, outputs = jax.lax.scan(step, state, (inputs, reset))
             return outputs, state
 
@@ -251,6 +258,8 @@ class Model:
           >>> float(model.loss(head, jnp.ones(3), jnp.array([2.0])))
           2.0
         """
+        # A head may have wider numbers than the cell: it reads the output in them.
+        output = jnp.asarray(output, work_dtype((head_params, output)))
         return step_loss(self.head.loss, head_params, output, target)
 
     def read_out(
@@ -338,7 +347,34 @@ def real_dtype(tree: PyTree) -> Any:
     return jnp.result_type(*jax.tree.leaves(tree))
 
 
-def work_dtype(params: PyTree) -> Any:
-    """The real dtype to work in for parameters of any kind: as wide as the widest of them, and float32 at least."""
-    leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.result_type(jnp.float32, *(jnp.finfo(leaf.dtype).dtype for leaf in leaves))
+def work_dtype(tree: PyTree) -> Any:
+    """The real dtype to work in for numbers of any kind: as wide as the widest of them, and float32 at least."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    # By bits, not by JAX's promotion, of which there is none where it is set to "strict".
+    wide = any(jnp.finfo(leaf.dtype).bits > 32 for leaf in leaves)
+    return jnp.result_type(jnp.float64 if wide else jnp.float32)
+
+
+def in_dtype(tree: PyTree, dtype: Any) -> PyTree:
+    """Every leaf in that dtype."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), tree)
+
+
+def widened(params: Params) -> Params:
+    """Real parameters of any precisions in the ones that are worked in.
+
+    The cell's are all as wide as the widest of them, and float32 at least: sums over steps, and an influence that is
+    added to for ever, cannot be kept in less. The head's are at least as wide as these.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params = widened(Params({"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2)}, {"w": jnp.ones(2)}))
+      >>> params.cell["w"].dtype.name
+      'float32'
+    """
+    return Params(in_dtype(params.cell, work_dtype(params.cell)), in_dtype(params.head, work_dtype(params)))
+
+
+def narrowed(grads: PyTree, params: PyTree) -> PyTree:
+    """A gradient in the precisions of the parameters, leaf by leaf."""
+    return jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, params)

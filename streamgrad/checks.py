@@ -155,18 +155,13 @@ def check_cell(step: Any, init_params: Any, init_state: Any, output: Any, first:
 
 
 def check_params(expected: Params, params: Any) -> None:
-    """`params` are real and have the structure and shapes of `expected`, the model's own; the cell's have one dtype."""
+    """`params` are real and have the structure and shapes of `expected`, the model's own."""
     if not isinstance(params, Params):
         raise ValueError(f"params must be what model.init(key) returns, not {kind_of(params)}.")
     check_real("params.cell", params.cell)
     if jax.tree.leaves(params.head):
         check_real("params.head", params.head)
     check_like("params", expected, params, "the model's own")
-    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(params.cell)}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"all arrays of params.cell must have the same dtype, but there are {' and '.join(sorted(dtypes))}."
-        )
 
 
 def check_state(state: Any) -> None:

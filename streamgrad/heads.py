@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Head
+from streamgrad.base import Head, work_dtype
 from streamgrad.checks import accepts, check_arguments, check_callable, check_size
 
 
@@ -172,7 +172,9 @@ def _init(key: Array, n: int, width: int) -> PyTree:
 
 
 def _affine(params: PyTree, output: Float[Array, " width"]) -> Float[Array, " n"]:
-    return params["w"] @ output + params["b"]
+    dtype = work_dtype((params, output))  # what cell and head have may differ
+    w, y, b = (jnp.asarray(x, dtype) for x in (params["w"], output, params["b"]))
+    return w @ y + b
 
 
 def _check(head: str, target: PyTree, shape: tuple[int, ...], kind: type | None, what: str) -> None:

@@ -159,7 +159,7 @@ class Learner:
         """Add windows of all watched streams to the averages; every few windows solve for Q_0 and α."""
         own = jax.tree.leaves(watched)[0].shape[0]
         many = own * devices.count
-        turns = shared.windows * many + devices.index * own + jnp.arange(own)
+        turns = shared.windows * many + devices.index * own + jnp.arange(own, dtype=jnp.int32)
         found = jax.vmap(lambda turn, one: self._statistics(params, shared, turn, filled, one))(turns, watched)
         # A window that is not finite is left out: an average would never recover.
         finite = finite_streams(found, own)
@@ -192,7 +192,7 @@ class Learner:
         assert outcome.seen is not None
         batch, steps = info.loss.shape
         many = min(self.carry.streams or batch, batch)
-        which = (shared.windows % batch * many + jnp.arange(many)) % batch
+        which = (shared.windows % batch * many + jnp.arange(many, dtype=jnp.int32)) % batch
 
         def take(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: leaf[which], tree)
@@ -277,7 +277,7 @@ def in_turns(turn: Int[Array, ""], size: int, filled: Any) -> Int[Array, ""]:
 
 def _positions(start: Int[Array, ""], reset: Bool[Array, " T"], length: int) -> Int[Array, " T"]:
     """Positions in the episode, of which the last counts for all beyond."""
-    t = jnp.arange(reset.shape[0])
+    t = jnp.arange(reset.shape[0], dtype=jnp.int32)
     begun = jax.lax.cummax(jnp.where(reset, t, -1))
     return jnp.minimum(jnp.where(begun >= 0, t - begun, start + t), length - 1)
 

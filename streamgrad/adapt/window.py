@@ -85,7 +85,8 @@ def go_back(
     first = jax.tree.map(lambda leaf: leaf[0], window.inputs)
     z, unravel_z = ravel_pytree(cut.into(params.cell, unravel_state(window.before[0]), first))
     still = jnp.zeros_like(z)
-    size = window.before.shape[0]
+    size, start = window.before.shape[0], jnp.asarray(start)
+    numbers = jnp.arange(size, dtype=start.dtype)
 
     def step(later: Float[Array, "K S"], now: tuple) -> tuple[Array, Array]:
         t, vector, x, dl_dstate, reset = now
@@ -99,7 +100,7 @@ def go_back(
         return jnp.where(reset, 0, earlier), dz
 
     nothing = jnp.zeros((2, window.before.shape[1]), window.before.dtype)
-    steps = (jnp.arange(size), window.before, window.inputs, window.dl_dstate, window.reset)
+    steps = (numbers, window.before, window.inputs, window.dl_dstate, window.reset)
     _, dz = jax.lax.scan(step, nothing, steps, reverse=True)
 
     def features(vector: Array, x: PyTree) -> tuple[Array, ...]:
@@ -108,11 +109,11 @@ def go_back(
 
     squares = row_squares(jax.vmap(features)(window.before, window.inputs), groups.rows)
     length = jnp.asarray(size if length is None else length, z.dtype)
-    before_start = (jnp.arange(size) < start)[:, None]
+    before_start = (numbers < start)[:, None]
     return Back(
         dz[:, 0],
         jnp.where(before_start, dz[:, 1], 0),
-        jnp.asarray(start),
+        start,
         length,
         group_norms(squares, groups),
         jnp.cumsum(window.reset),
@@ -136,7 +137,7 @@ def estimate_b(groups: Groups, back: Back, log_alpha: Float[Array, "T G"], diago
     ratios = jnp.exp(2 * (log_alpha[:, None] - log_alpha[None, :]))
     known = jnp.sum(jnp.where(causal[:, :, None], ratios * back.norms[None], 0), axis=1)
     q = back.start
-    before_start = (jnp.arange(size) < q)[:, None]
+    before_start = (jnp.arange(size, dtype=q.dtype) < q)[:, None]
     ratio = jnp.exp(2 * (log_alpha - log_alpha[q][None]))
     sampled = jnp.where(before_start, back.length * ratio * back.norms[q][None], 0)
     scales = jnp.sqrt(jnp.concatenate([known, sampled]))[:, groups.index]

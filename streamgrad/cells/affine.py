@@ -18,6 +18,7 @@ import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Cut, Worked
+from streamgrad.cells.constants import check_constants
 from streamgrad.cells.encoding import whole_state
 from streamgrad.checks import check_cell, check_size
 from streamgrad.keys import check_key
@@ -100,7 +101,9 @@ def affine(
         features=lambda params, state, x: run(params, state, x, None)[2],
     )
     cuts = {"state": state_cut(plain), "params": params_cut(plain), "preactivation": preactivation}
-    return Cell(init_params, init_state, plain, output, cuts, input_shape(example_input))
+    cell = Cell(init_params, init_state, plain, output, cuts, input_shape(example_input))
+    check_constants(cell)
+    return cell
 
 
 def _of_any_tree(

@@ -72,7 +72,7 @@ def _is_wide(dtype: Any) -> bool:
 def natural(dtype: Any, work: Any) -> Any:
     """The dtype that a number has inside a step, where the estimator works in `work`: narrow ones keep their own."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        return jnp.result_type(work, jnp.complex64)
+        return jnp.result_type(jnp.complex128 if jnp.finfo(work).bits > 32 else jnp.complex64)
     return work if _is_wide(dtype) else dtype
 
 

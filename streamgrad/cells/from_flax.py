@@ -84,7 +84,10 @@ def _carry(cell: Any, lazy: bool, x: PyTree, name: str) -> Callable[[], PyTree]:
 
         return cell.initialize_carry(shapes[0].shape, nnx.Rngs(0))
 
-    return lambda: attempt(f"{name} has no initial state for x of shape {shapes[0].shape}", init_state)
+    alone = (
+        " without its parameters" if lazy else ""
+    )  # linen's are not there: what is learned is no state to begin with
+    return lambda: attempt(f"{name} has no initial state for x of shape {shapes[0].shape}{alone}", init_state)
 
 
 def _nnx(

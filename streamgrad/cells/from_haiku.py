@@ -93,4 +93,4 @@ def _initial_state(make: Callable[[], Any]) -> Callable[[], PyTree]:
 
     # No parameters are given to it: an initial state that is learned would be no state to go back to.
     applied = haiku.transform(initial).apply
-    return lambda: attempt("the core has no initial state", lambda: applied({}, None))
+    return lambda: attempt("the core has no initial state without its parameters", lambda: applied({}, None))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Cell, Cut, Worked, work_dtype
 from streamgrad.cells.affine import input_shape, reads_vector
+from streamgrad.cells.constants import check_constants
 from streamgrad.cells.encoding import decode, encode, is_plain, natural, whole_state
 from streamgrad.checks import check_cell, check_flag
 from streamgrad.step.cuts import params_cut, state_cut
@@ -66,6 +67,7 @@ def from_function(
     state = jax.eval_shape(init_state)
     example = input_shape(example_input)
     bare = Cell(init_params, init_state, step, output, {}, example)
+    check_constants(bare)
     if products and example is not None:
         return _with_products(bare, params, state, example)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}

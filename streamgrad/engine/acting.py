@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, PyTree
-from streamgrad.base import Chunk, EstimatorState, Model, Params, real_dtype
+from streamgrad.base import Chunk, EstimatorState, Model, Params, narrowed, work_dtype
 from streamgrad.checks import check_values
 from streamgrad.targets import Credit
 
@@ -58,7 +58,7 @@ def advancing(
     @jax.jit
     def compiled(params: Params, trace: Trace) -> tuple[Array, EstimatorState]:
         steps = jax.tree.leaves(trace.inputs)[0].shape[:axes]
-        nothing = jnp.zeros((*steps, model.width), real_dtype(params.cell))
+        nothing = jnp.zeros((*steps, model.width), work_dtype(params.cell))
         outcome = run(params, trace.before, _chunk(trace, nothing), trace.key)
         if outcome.outputs is None:
             raise ValueError("this estimator cannot advance: the Outcome of its algorithm has no outputs.")
@@ -92,7 +92,8 @@ def crediting(
 
     @jax.jit
     def compiled(params: Params, trace: Trace, dl_doutput: Array) -> PyTree:
-        return gradient(run(params, trace.before, _chunk(trace, dl_doutput), trace.key)).cell
+        grads = gradient(run(params, trace.before, _chunk(trace, dl_doutput), trace.key)).cell
+        return narrowed(grads, params.cell)
 
     def credit(params: Params, state: EstimatorState, dl_doutput: Array) -> PyTree:
         check(params, state, dl_doutput)

@@ -9,7 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, fold_weight
+from streamgrad.base import (
+    Chunk,
+    EstimatorState,
+    GradientEstimator,
+    Info,
+    Model,
+    Params,
+    fold_weight,
+    narrowed,
+    widened,
+)
 from streamgrad.checks import check_fits, check_values
 from streamgrad.engine.acting import advancing, bare, crediting
 from streamgrad.engine.checking import Checks, checks_of
@@ -186,6 +196,7 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None, *,
     """
     if model.inner is not model:
         return from_outside(model, estimator(model.inner, algorithm, noisy, label=label))
+    algorithm = of_any_precision(algorithm)
     check, check_many = checks_of(model, algorithm.init, algorithm.check, algorithm.uses_loss)
     run = naming_reverse_only(model, algorithm.run)
 
@@ -201,7 +212,7 @@ def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None, *,
             before = as_stream(state)._replace(shared=state.shared)
             known = algorithm.learn(params, before, one._replace(state=after), as_stream(chunk), ALONE)
             new = new._replace(shared=known)
-        return alone(outcome), new, outcome.info._replace(outputs=outcome.outputs)
+        return narrowed(alone(outcome), params), new, outcome.info._replace(outputs=outcome.outputs)
 
     def init(params: Params) -> EstimatorState:
         check.init(params)
@@ -259,7 +270,7 @@ def streams_of(model: Model, algorithm: Algorithm, check: Checks, devices: Devic
         new = outcome.state
         if algorithm.learn is not None:
             new = new._replace(shared=algorithm.learn(params, state, outcome, chunk, devices))
-        return mean(outcome), new, outcome.info._replace(outputs=outcome.outputs)
+        return narrowed(mean(outcome), params), new, outcome.info._replace(outputs=outcome.outputs)
 
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
         check.update(params, bare(state), chunk, key)
@@ -271,6 +282,26 @@ def streams_of(model: Model, algorithm: Algorithm, check: Checks, devices: Devic
         advancing(model, run, 2, check.advance),
         crediting(run, mean, check.credit),
         crediting(run_each, each, check.credit),
+    )
+
+
+def of_any_precision(algorithm: Algorithm) -> Algorithm:
+    """The algorithm for parameters of any precisions: it works in `widened` ones, in which its gradient is."""
+
+    def entered(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda params, *rest: function(widened(params), *rest)
+
+    def columns(columns: Columns) -> Spread:
+        assert algorithm.columns is not None
+        spread = algorithm.columns(columns)
+        return spread._replace(init=entered(spread.init))
+
+    return algorithm._replace(
+        init=entered(algorithm.init),
+        run=entered(algorithm.run),
+        learn=None if algorithm.learn is None else entered(algorithm.learn),
+        batch=None if algorithm.batch is None else entered(algorithm.batch),
+        columns=None if algorithm.columns is None else columns,
     )
 
 

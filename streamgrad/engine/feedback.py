@@ -55,7 +55,7 @@ def find_feedback(name: str, model: Model, feedback: str, seed: int) -> Signal |
             def loss(bias: Array) -> Array:
                 return jnp.asarray(model.loss(params.head | {"b": bias}, output, target), vector.dtype)
 
-            return back(jax.grad(loss)(params.head["b"]) @ b)[0]
+            return back(jax.grad(loss)(params.head["b"]).astype(b.dtype) @ b)[0]
 
         return jax.vmap(jax.vmap(one))(states, targets)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import primitives
 
-from streamgrad.base import Model
+from streamgrad.base import Model, widened
 
 
 def naming_reverse_only(model: Model, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +33,8 @@ def naming_reverse_only(model: Model, run: Callable[..., Any]) -> Callable[..., 
             one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk.inputs)
             axes = len(jax.tree.leaves(one)[0].shape) - len(_input_shape(model, one))
             x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), one)
-            found = sorted(set(_names(jax.make_jaxpr(model.cell.step)(params.cell, model.init_state(params), x))))
+            step = jax.make_jaxpr(model.cell.step)(widened(params).cell, model.init_state(params), x)
+            found = sorted(set(_names(step)))
             raise ValueError(
                 f"the cell's step cannot be differentiated forwards, for it has no rule for {', '.join(found)}: use "
                 "jax.custom_jvp for it in place of jax.custom_vjp, or an estimator that only goes backwards, such as "

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float
@@ -63,7 +64,7 @@ def dni(
       discount: λ, from 0 to 1: how much the prediction counts. Below 1 it forgets what lies far ahead, and is stabler;
         with 0 this is `bptt` of each chunk.
       features: `features(h) -> vector`, what the prediction is linear in, of the ravelled state; 1 is appended.
-        None for the state itself.
+        None for the state itself. Counters, masks and random keys in the state are left out of h.
 
     Returns:
       The estimator. It costs what `bptt` does, and S F for the prediction, once per chunk. `state.shared` is the
@@ -95,7 +96,7 @@ def dni(
         )
     if not 0 <= discount <= 1:
         raise ValueError(f"discount must be a number from 0 to 1, not {discount!r}.")
-    read = _identity if features is None else features
+    read = _of_numbers(model, _identity if features is None else features)
     width = _width(model, read)
     rate, weight = float(learning_rate), float(discount)
     outer = "preactivation" in model.cell.cuts
@@ -139,9 +140,17 @@ def dni(
     return estimator(model, Algorithm(init, run, total, learn=learn, uses_loss=True), label=label)
 
 
-def _width(model: Model, features: Any) -> int:
-    """The number of features."""
+def _of_numbers(model: Model, features: Any) -> Callable[[Array], Array]:
+    """The features of what are numbers in the state: digits of a counter or a key are large and mean nothing."""
     check_arguments("features", features, "h")
+    if model.numbers.all():
+        return features
+    known = np.flatnonzero(model.numbers)
+    return lambda vector: features(vector[known])
+
+
+def _width(model: Model, features: Callable[[Array], Array]) -> int:
+    """The number of features."""
     found = jax.eval_shape(lambda: features(ravel_pytree(model.cell.init_state())[0]))
     if getattr(found, "ndim", None) != 1 or not is_real(found.dtype):
         raise ValueError(f"features must return one vector of real numbers, not {kind_of(found)}.")

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
@@ -97,7 +98,8 @@ def reinforce(
         `streamgrad.with_noise` changes a σ that follows none.
       baseline: "noise_free", "average" or "none".
       q0: Q_0, an invertible matrix `[S, S]` or diagonal `[S]` over the ravelled state; None is the identity. The noise
-        has the covariance σ² Q_0 Q_0^T.
+        has the covariance σ² Q_0 Q_0^T. Counters, masks and keys in the state have no noise: beside them Q_0 must be
+        diagonal.
       noise: "gaussian", or "given" (the caller passes u in place of the key). The score is that of
         Gaussian noise, so that there are no signs.
       decay: of the baseline "average": the loss k steps, or with `positions` k episodes, back counts decay^k.
@@ -135,6 +137,9 @@ def reinforce(
     check_sigma("sigma" if schedule is None else "sigma(0)", sigma if schedule is None else schedule(0))
     size = cuts.layout(model.cell, find_cut(model, "state")).size
     check_q0(q0, size)
+    still = None if model.numbers.all() else ~model.numbers
+    if still is not None and np.ndim(q0) == 2:
+        raise ValueError("q0 must be a diagonal where counters, masks or keys are in the state, which have no noise.")
 
     def init(params: Params) -> EstimatorState:
         dtype = real_dtype(params.cell)
@@ -163,6 +168,8 @@ def reinforce(
             shared = shared._replace(sigma=now, updates=shared.updates + 1)
         noise = shape_noise(shared.shaping, source.draw(key, (length, size), real_dtype(params.cell)))
         kicks, left = shared.sigma * noise.right, noise.left / shared.sigma
+        if still is not None:  # noise would make another counter of it, or another key
+            kicks = jnp.where(still[None], 0, kicks)
 
         end, before, after = _walk(model, params, (state.cell, memory.twin), chunk, kicks)
         loss, head_grads, _ = model.read_out_chunk(params.head, after[0], chunk.targets)

@@ -212,11 +212,11 @@ def pieces(sigma: Float[Array, " m"], rank: int) -> Float[Array, "rank m"]:
     ends = jnp.cumsum(sigma)
     begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     rest = jnp.cumsum(sigma[::-1])[::-1]  # of σ_i and all after it
-    left = rank - jnp.arange(rank)
+    left = (rank - jnp.arange(rank)).astype(sigma.dtype)
     own = jnp.cumprod(sigma[:rank] * left >= rest[:rank])  # each only if all before it have one
     own = jnp.minimum(jnp.sum(own), rank - 1)
     q = jnp.arange(rank)
-    width = rest[own] / (rank - own)
-    starts = jnp.where(q <= own, begins[q], begins[own] + (q - own) * width)
+    width = rest[own] / (rank - own).astype(sigma.dtype)
+    starts = jnp.where(q <= own, begins[q], begins[own] + (q - own).astype(sigma.dtype) * width)
     stops = jnp.concatenate([starts[1:], jnp.full((1,), jnp.inf, starts.dtype)])
     return jnp.maximum(jnp.minimum(ends[None, :], stops[:, None]) - jnp.maximum(begins[None, :], starts[:, None]), 0)

@@ -156,7 +156,7 @@ def greedy(decay: float = 0.9) -> Rescaling:
         now = jnp.where(alive, seen / jnp.where(alive, square, 1), 0)
         # Weights that add up to 1 keep an average below the largest number; an infinity would never leave.
         total = jnp.minimum(decay * before.total + (1 - decay) * now, limits.max)
-        weight = decay * before.weight + (1 - decay) * alive
+        weight = decay * before.weight + (1 - decay) * alive.astype(square.dtype)
         average = jnp.where(total > 0, total / jnp.where(weight > 0, weight, 1), 1)
         # Neither end of the float range may turn into a pair that is dropped though it is not zero.
         return jnp.where(alive, jnp.clip(average * square, limits.tiny, limits.max), 0), Fraction(total, weight)
@@ -224,7 +224,7 @@ def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
         # Per step; γ = 1 past the end, where α no longer changes.
         slope = (log_alpha[0] - log_alpha[-1]) / max(last, 1) if gamma == "geometric" else 0 * log_alpha[0]
         past = jnp.where(position > last, 0, slope)
-        present = log_alpha[s] - (last - s) * slope
+        present = log_alpha[s] - (last - s).astype(slope.dtype) * slope
         return (
             Scales(jnp.exp(past), jnp.exp(-past)),
             Scales(jnp.exp(present), jnp.exp(-present)),

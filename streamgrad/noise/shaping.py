@@ -116,7 +116,7 @@ def diagonal_q0(pulled: Float[Array, " N"], pushed: Float[Array, " N"]) -> Float
         )
     alive = (pulled > 0) & (pushed > 0)
     log_q = jnp.where(alive, (jnp.log(jnp.where(alive, pulled, 1)) - jnp.log(jnp.where(alive, pushed, 1))) / 2, 0)
-    mean = jnp.sum(log_q) / jnp.maximum(jnp.sum(alive), 1)
+    mean = jnp.sum(log_q) / jnp.maximum(jnp.sum(alive.astype(log_q.dtype)), 1)
     return jnp.exp(jnp.where(alive, log_q - mean, 0))
 
 

@@ -150,7 +150,7 @@ class _Reader:
         Layers of a library cast and reshape their input each for itself, and we ask which of them read the same.
         """
         key = (equation.primitive, str(equation.params), inputs)
-        simple = not equation.effects and equation.primitive in _shaping()
+        simple = not equation.effects and equation.primitive in shaping()
         if simple and key in self.done:
             return self.done[key]
         outputs = tuple(self.new(variable.aval) for variable in equation.outvars)
@@ -159,7 +159,8 @@ class _Reader:
         return outputs
 
 
-def _shaping() -> set[Any]:
+def shaping() -> set[Any]:
+    """Operations after which an array is still the same one, in another shape or dtype."""
     return {p.reshape_p, p.broadcast_in_dim_p, p.convert_element_type_p, p.squeeze_p, p.transpose_p, p.copy_p}
 
 

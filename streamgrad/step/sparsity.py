@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import primitives as p
 
 from streamgrad._typing import Bool, PyTree
-from streamgrad.base import Model
+from streamgrad.base import Model, Params, widened
 from streamgrad.step.product import still as still_products
 from streamgrad.step.program import Op, Program, read, split_primitive, stack_primitive
 
@@ -91,9 +91,10 @@ LARGEST = 1 << 30
 
 
 def shapes_of(model: Model) -> tuple[PyTree, PyTree]:
-    """Of the cell's parameters and state."""
+    """Of the cell's parameters and state, as they are worked on."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(model.cell.init_params, key), jax.eval_shape(model.cell.init_state)
+    params = jax.eval_shape(lambda key: widened(Params(model.cell.init_params(key), ())), key)
+    return params.cell, jax.eval_shape(model.init_state, params)
 
 
 def _derivative(model: Model, still: bool) -> Program | None:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, Model, Params, fold_weight
+from streamgrad.base import Chunk, Model, Params, fold_weight, widened
 from streamgrad.checks import check_at_most, check_chunk, check_own_matrices, check_params, check_size
 from streamgrad.engine.estimator import restart, transition
 from streamgrad.estimators.uoro_across import block_of_unit
@@ -52,7 +52,7 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
     check_params(jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0))), params)
     check_size(length=length)
     steps = check_chunk(model, chunk)
-    chunk = fold_weight(chunk)
+    params, chunk = widened(params), fold_weight(chunk)
     if steps <= length:
         raise ValueError(f"a stream of {steps} steps is one chunk of {length}: there is nothing before it.")
     fresh, unravel = ravel_pytree(model.init_state(params))

@@ -10,7 +10,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
-from streamgrad.base import Chunk, Model, Params, fold_weight
+from streamgrad.base import Chunk, Model, Params, fold_weight, widened
 from streamgrad.checks import check_chunk, check_own_matrices, check_params, check_size, find_cut
 from streamgrad.engine.estimator import restart
 from streamgrad.step import cuts
@@ -162,7 +162,7 @@ def collect(
       True
     """
     _check(model, params, chunk, cut, block)
-    chunk = fold_weight(chunk)
+    params, chunk = widened(params), fold_weight(chunk)
     tape, loss, head_grads, immediate, what = _forward(model, params, chunk, cut, block)
     tape, cell_grads, diagonal = _backward(tape, immediate)
     features, jacobian = (None, what) if tape.cut.features is None else (what, None)

@@ -139,7 +139,7 @@ def _solve(c: Float[Array, "T T"], max_iterations: int, tolerance: float, sweeps
         zeta = jnp.where(guarded, zeta + step * direction, zeta)
         # What Newton leaves in single coordinates, of whatever weight, one sweep mends.
         zeta = sweep(0, zeta)
-        zeta = zeta - jnp.sum(jnp.where(alive, zeta, 0)) / jnp.maximum(jnp.sum(alive), 1)
+        zeta = zeta - jnp.sum(jnp.where(alive, zeta, 0)) / jnp.maximum(jnp.sum(alive.astype(c.dtype)), 1)
         zeta = jnp.where(alive, zeta, 0)
         return zeta, iterations + 1, residual(balanced(zeta))
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, Model, Params
+from streamgrad.base import Chunk, Model, Params, widened
 from streamgrad.checks import check_chunk, check_own_matrices, find_cut
 from streamgrad.engine.estimator import restart
 from streamgrad.step import cuts
@@ -57,6 +57,7 @@ def jacobian_terms(
     layout = cuts.layout(model.cell, vertex)
     if np.shape(nu) != (length, layout.size):
         raise ValueError(f"nu must have the shape ({length}, {layout.size}), not {np.shape(nu)}.")
+    params = widened(params)
     fresh = model.init_state(params)
     count = ravel_pytree(params.cell)[0].size
 

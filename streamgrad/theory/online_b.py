@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float
-from streamgrad.base import Chunk, Model, Params, fold_weight, real_dtype
+from streamgrad.base import Chunk, Model, Params, fold_weight, real_dtype, widened
 from streamgrad.checks import check_choice, check_chunk, check_own_matrices, find_cut
 from streamgrad.engine.estimator import restart
 from streamgrad.noise.groups import Groups, make_groups
@@ -209,6 +209,7 @@ def estimate_b_online(
             got = np.shape(getattr(noise, name))
             raise ValueError(f"{name} must have the shape {(length, *want)}, not {got}.")
     partition = make_groups(layout, "preactivation", groups)
+    params = widened(params)
     dtype = real_dtype(params.cell)
     alpha = make_alpha(alpha, length, dtype, partition)
     fresh, begin = model.init_state(params), init_b(partition, layout.state_size, dtype)

@@ -65,7 +65,7 @@ def optimal_q0(b: Any, damping: float = 0.005, partition: Any = None) -> Float[A
     b = jnp.asarray(b)
     b = jnp.where(mine, (b + b.T) / 2, 0)
     # Scale-free, and ready for float32: each group relative to the mean of its own eigenvalues.
-    mean = jnp.asarray(mine, b.dtype) @ jnp.diagonal(b) / mine.sum(axis=1)
+    mean = jnp.asarray(mine, b.dtype) @ jnp.diagonal(b) / jnp.asarray(mine.sum(axis=1), b.dtype)
     mean = jnp.where(mean > 0, mean, 1)
     scale = jnp.sqrt(mean)
     relative = b / scale[:, None] / scale[None, :] + damping * jnp.eye(size, dtype=b.dtype)
