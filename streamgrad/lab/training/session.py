@@ -21,6 +21,7 @@ from streamgrad.lab.files import check_room
 from streamgrad.lab.manifest import Manifest, check_same, new_manifest, resumed, save_manifest
 from streamgrad.lab.progress import COMPILING, Show
 from streamgrad.lab.tasks.base import Task
+from streamgrad.lab.tasks.checking import check_task
 from streamgrad.lab.training import metrics, processes
 from streamgrad.lab.training.checkpoint import KEPT, REMEDY, Checkpoints
 from streamgrad.lab.training.loop import Averages, Rows, Summary, TrainState, begin, calls, no_summary, training_step
@@ -139,6 +140,7 @@ def train(
     template = _template(plan, model, task, estimator, optimizer)
     shardings = processes.shardings_of(estimator, template)
     check_room(folder, _size(plan, template))
+    check_task(task)
     manifest = new_manifest("training", {**(describe or {}), "plan": dataclasses.asdict(plan)})
     begun = resumed(folder, manifest, resume, also=(metrics.CSV, CHECKPOINT))
     if begun is not None:
