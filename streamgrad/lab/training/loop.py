@@ -58,8 +58,8 @@ def begin(
     model: Model, task: Task, estimator: GradientEstimator, optimizer: optax.GradientTransformation, key: Array
 ) -> TrainState:
     """The state before the first update; `vmap` over keys gives several seeds."""
-    init_key, task_key, run_key = jax.random.split(key, 3)
-    params = model.init(init_key)
+    _, task_key, run_key = jax.random.split(key, 3)
+    params = model.init(init_key(key))
     return TrainState(
         jnp.zeros((), jnp.int32),
         jax.random.key_data(run_key),
@@ -70,6 +70,21 @@ def begin(
         jnp.full((), -1, jnp.int32),
         jnp.full((), jnp.nan, jnp.float32),
     )
+
+
+def init_key(key: Array) -> Array:
+    """That of the parameters, from a seed's."""
+    return jax.random.split(key, 3)[0]
+
+
+def data_key(ts: TrainState, update: Array) -> Array:
+    """That of the chunk of an update, whichever has been made last."""
+    return _keys(ts, update)[0]
+
+
+def _keys(ts: TrainState, update: Array) -> Array:
+    """Those of the chunk and of the noise of an update."""
+    return jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(ts.key), update))
 
 
 def no_summary(chunk: Chunk, info: Info, grads: Params) -> Row:
@@ -100,8 +115,8 @@ def training_step(
 
     @jax.jit
     def step(data: PyTree, ts: TrainState) -> tuple[TrainState, Row]:
-        data_key, noise_key = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(ts.key), ts.step))
-        chunk, task_state = task.sample(data, ts.task, data_key)
+        chunk_key, noise_key = _keys(ts, ts.step)
+        chunk, task_state = task.sample(data, ts.task, chunk_key)
         grads, estimator_state, info = estimator.update(ts.params, ts.estimator, chunk, noise_key)
         grads = jax.tree.map(lambda leaf: leaf / task.length, grads)
         updates, optimizer_state = optimizer.update(grads, ts.optimizer, ts.params)

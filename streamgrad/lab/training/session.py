@@ -25,11 +25,12 @@ from streamgrad.lab.tasks.checking import check_task
 from streamgrad.lab.training import metrics, processes
 from streamgrad.lab.training.checkpoint import KEPT, REMEDY, Checkpoints
 from streamgrad.lab.training.loop import Averages, Rows, Summary, TrainState, begin, calls, no_summary, training_step
+from streamgrad.lab.training.measure import untrained_loss
 
 CHECKPOINT = "checkpoint"
 CALL_SECONDS = 1.0  # how often rows are written and progress is shown, and how long a Ctrl-C may have to wait
 CHECKPOINT_SECONDS = 20.0
-RISE = 2.0  # a loss that ends above so many times that of the first update, which is chance, has exploded
+RISE = 2.0  # a loss that ends above so many times that of the untrained network has exploded
 _log = logging.getLogger("streamgrad")
 
 
@@ -172,7 +173,7 @@ def train(
         with metrics.Writer(folder, seeds) if processes.first() else contextlib.nullcontext() as writer:
             ts = _go_on(plan, done, ts, made, writer, checkpoints, progress)
     processes.together("end")
-    return _end(plan, ts, folder)
+    return _end(plan, ts, folder, model, task)
 
 
 def _go_on(
@@ -230,11 +231,11 @@ def _rows_until(plan: Plan, done: int, stopped: np.ndarray) -> list[tuple[int, i
     return [(update, seed) for update in range(plan.every, done + 1, plan.every) for seed, end in ends if update <= end]
 
 
-def _end(plan: Plan, ts: TrainState, folder: Path) -> Outcome:
+def _end(plan: Plan, ts: TrainState, folder: Path, model: Model, task: Task) -> Outcome:
     stopped = [int(at) if at >= 0 else None for at in np.asarray(ts.stopped)]
     columns = metrics.read(folder) if None in stopped else {}  # where all have stopped there may be no row
-    first = np.asarray(ts.first_loss)
-    risen = [None if at is not None else _rise(columns, plan.seed + i, float(first[i])) for i, at in enumerate(stopped)]
+    last = [_last_loss(columns, plan.seed + index) if at is None else None for index, at in enumerate(stopped)]
+    risen = _risen(plan, ts, model, task, last)
     for sentence in filter(None, risen):
         _log.warning("%s", sentence)
     outcome = Outcome(ts, stopped, folder, risen)
@@ -244,13 +245,33 @@ def _end(plan: Plan, ts: TrainState, folder: Path) -> Outcome:
     return outcome
 
 
-def _rise(columns: Mapping[str, np.ndarray], seed: int, first: float) -> str | None:
-    """How far a seed's loss rose, in words, if it ended at more than `RISE` times that of the first update."""
+def _risen(plan: Plan, ts: TrainState, model: Model, task: Task, last: list[float | None]) -> list[str | None]:
+    """For each seed how far its loss rose, in words, if it ended at more than `RISE` times the untrained network's.
+
+    The loss of the first update, which costs nothing, clears most. It convicts none: the first targets may be easier
+    than those to come, as where they are zero until there is something to recall.
+    """
+    suspects = {
+        index: loss
+        for index, (loss, first) in enumerate(zip(last, np.asarray(ts.first_loss), strict=True))
+        if loss is not None and loss > RISE * abs(float(first))
+    }
+    if not suspects:
+        return [None] * plan.seeds
+    untrained = untrained_loss(model, task, ts, _seeds(plan))
+    return [
+        f"seed {plan.seed + index} has learnt nothing: its loss rose from {before:.4g}, that of the untrained network, "
+        f"to {suspects[index]:.4g}; try a lower learning rate"
+        if index in suspects and suspects[index] > RISE * abs(before)
+        else None
+        for index, before in enumerate(untrained.tolist())
+    ]
+
+
+def _last_loss(columns: Mapping[str, np.ndarray], seed: int) -> float:
+    """Over the last tenth of its rows, as single ones are noisy."""
     loss = columns["loss"][columns["seed"] == seed]
-    last = np.mean(loss[-max(1, len(loss) // 10) :])  # single rows are noisy
-    if not last > RISE * abs(first):
-        return None
-    return f"seed {seed} has learnt nothing: its loss rose from {first:.4g} to {last:.4g}; try a lower learning rate"
+    return float(np.mean(loss[-max(1, len(loss) // 10) :]))
 
 
 def _stop_message(seed: int, made: int) -> str:
