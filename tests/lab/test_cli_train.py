@@ -186,3 +186,10 @@ def test_a_run_that_diverges_says_so(tmp_path, capsys):
     assert main(["train", str(tmp_path), *TRAIN, *more]) == 1
     assert "every seed has stopped: seed 5 stopped at update" in capsys.readouterr().err
     assert np.isfinite(read_metrics(tmp_path)["loss"]).all()
+
+
+def test_help_says_what_an_option_is_for(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["train", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--no-checkpoints Write no checkpoints: the run needs no orbax, but cannot be resumed" in text

@@ -86,6 +86,7 @@ def main(options: Options) -> None:
         progress("training", 0, max(1, options.updates), COMPILING)
         with from_options():
             model, params, chunk = prepare(options, task, key)
+        progress("training", max(1, options.updates), max(1, options.updates), "done")
         rows = compare(
             model,
             params,

@@ -93,7 +93,7 @@ class Options:
     checkpoint_every: int | None = None
     """Updates between two checkpoints, a multiple of --every; a kill loses no more. By default about 20 seconds."""
     checkpoints: bool = True
-    """Whether to write any."""
+    """Write no checkpoints: the run needs no orbax, but cannot be resumed, and what it learns is not kept."""
     seeds: int = 1
     """Seeds trained at once."""
     seed: int = 0
