@@ -92,7 +92,7 @@ def candidates_for(model: Model, params: Params, chunk: Chunk, only: Sequence[st
 def _makers(
     model: Model, params: Params, chunk: Chunk, only: Sequence[str] | None
 ) -> Iterator[Callable[[], Candidate]]:
-    """A function for each candidate. To make an estimator is cheap, but for one that is fitted, which waits its turn."""
+    """A function for each candidate. To make an estimator is cheap, but for a fitted one, which waits its turn."""
     episodes = Episodes(model, params, chunk)
     for row in registry.ROWS:
         cut = next((cut for cut in ("preactivation", "state") if cut in row.cuts and cut in model.cell.cuts), None)

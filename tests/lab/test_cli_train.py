@@ -66,8 +66,8 @@ def test_experiments_run_with_jax_numpy_and_optax_alone(tmp_path):
 
 WRONG = {
     "command": (["trian"], 2, "there is no command 'trian'; choose from train, "),
-    "choice": (["train", "X", "--cell", "lsmt"], 2, "invalid choice 'lsmt' for argument '--cell'.*'lstm', 'gru'"),
-    "task": (["train", "X", "--task", "qeue"], 2, "invalid choice 'qeue'.*'digits', 'mnist', 'queue'"),
+    "choice": (["train", "X", "--cell", "lsmt"], 2, "--cell must be one of lstm, gru, .*, MODULE:FUNCTION, not 'lsmt'"),
+    "task": (["train", "X", "--task", "qeue"], 2, "--task must be one of digits, mnist, queue, .*FUNCTION, not 'qeue'"),
     "option": (["train", "X", "--hiden", "5"], 2, "Unrecognized options: --hiden.*--hidden INT"),
     "number": (["train", "X", "--hidden", "many"], 2, "Error parsing --hidden: invalid literal for int"),
     "no folder": (["train"], 2, "Missing from streamgrad train"),

@@ -3,6 +3,7 @@
 import functools
 import logging
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -220,3 +221,9 @@ def test_example_of_the_docs_runs(tmp_path, monkeypatch):
     after = task.sample(task.data, state, jax.random.key(0))[0]
     np.testing.assert_allclose(chunk.targets[:, -1], after.inputs[:, 0])
     np.testing.assert_allclose(chunk.targets[:, :-1], chunk.inputs[:, 1:])
+    # And as a module, from the command line.
+    (tmp_path / "mine.py").write_text(last)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    options = "--task mine:sine --cell mine:leaky --hidden 16 --learning-rate 0.01 --estimator rtrl"
+    assert main(["train", "runs/sine", *options.split()]) == 0
+    assert read_metrics("runs/sine")["loss"][-1] < 0.01

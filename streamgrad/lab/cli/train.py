@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -22,8 +22,8 @@ from streamgrad.contract import GradientEstimator
 from streamgrad.engine.sharded import sharded
 from streamgrad.engine.streams import batched
 from streamgrad.estimators.registry import REGISTRY
-from streamgrad.lab import interrupts
-from streamgrad.lab.cli.options import choose, from_options, pairs, task_options
+from streamgrad.lab import interrupts, own
+from streamgrad.lab.cli.options import choose, choose_own, from_options, pairs, task_options
 from streamgrad.lab.manifest import FILE
 from streamgrad.lab.progress import showing
 from streamgrad.lab.tasks import TASKS
@@ -32,11 +32,22 @@ from streamgrad.lab.training.build import CELLS, make_model, make_optimizer, mak
 from streamgrad.lab.training.checkpoint import steps
 from streamgrad.lab.training.session import CHECKPOINT
 
-if TYPE_CHECKING:
-    CellName = str
-    TaskName = str
-else:
-    CellName, TaskName = Literal[CELLS], Literal[tuple(TASKS)]
+TaskName = Annotated[
+    str,
+    tyro.conf.arg(
+        metavar=f"{{{','.join(TASKS)}}}|{own.FORM}",
+        help="What to learn. A function of your own, such as mine:make for make of mine.py in this folder, takes "
+        "batch_size and length if they are given, and the --task-options, and returns a streamgrad.lab.Task.",
+    ),
+]
+CellName = Annotated[
+    str,
+    tyro.conf.arg(
+        metavar=f"{{{','.join(CELLS)}}}|{own.FORM}",
+        help="The recurrent network. A function of your own, such as mine:make, is called as make(n_in, n_hidden) and "
+        "returns a cell, such as streamgrad.cells.from_function, from_flax, from_equinox or from_haiku makes.",
+    ),
+]
 
 # Where a run is made does not define it: it goes on with any other number of devices and processes.
 LAYOUT = {"devices", "distributed", "coordinator", "processes", "process"}
@@ -57,7 +68,6 @@ class Options:
     folder: tyro.conf.Positional[Path]
     """Where the run is written; a folder of its own."""
     task: TaskName = "digits"
-    """What to learn."""
     task_options: Pairs = ()
     """Options of the task, such as delay=8 for queue, read=pixels for digits, path=FILE for text."""
     batch_size: int | None = None
@@ -67,7 +77,6 @@ class Options:
     data: Path | None = None
     """The data folder, for mnist; by default that of the environment variable STREAMGRAD_DATA."""
     cell: CellName = "lstm"
-    """The recurrent network."""
     hidden: int = 50
     """Units of each layer."""
     layers: int = 1
@@ -117,6 +126,8 @@ class Options:
 def main(options: Options) -> int:
     """Train, and say what came of it; a run that has learnt nothing in any seed has failed."""
     join(options)
+    choose_own("--task", options.task, tuple(TASKS))
+    choose_own("--cell", options.cell, CELLS)
     choose("--estimator", options.estimator, tuple(REGISTRY))
     row = REGISTRY[options.estimator]
     given = {
