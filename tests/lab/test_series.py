@@ -140,7 +140,7 @@ def test_a_file_is_a_stream_and_a_chaotic_series_has_episodes(tmp_path):
     path.write_text("\n".join(map(str, range(1001))))
 
     def resets(**options):
-        task = find_task("series", batch_size=1, length=2000, **options)
+        task = find_task("series", batch_size=1, length=2000, held_out=0.0, **options)
         chunk, _ = task.sample(task.data, task.init(jax.random.key(0)), jax.random.key(0))
         return np.flatnonzero(np.asarray(chunk.reset)[0]).tolist()
 

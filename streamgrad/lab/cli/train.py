@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
+import numpy as np
 import tyro
 from jax.sharding import AxisType
 
@@ -30,6 +31,7 @@ from streamgrad.lab.tasks import TASKS
 from streamgrad.lab.training import Outcome, Plan, processes, read_metrics, train
 from streamgrad.lab.training.build import CELLS, make_model, make_optimizer, make_task
 from streamgrad.lab.training.checkpoint import steps
+from streamgrad.lab.training.loop import HELD_OUT
 from streamgrad.lab.training.session import CHECKPOINT
 
 TaskName = Annotated[
@@ -218,14 +220,22 @@ def print_outcome(options: Options, outcome: Outcome) -> None:
     columns = read_metrics(outcome.folder)
     seeds: list[dict[str, Any]] = []
     for index, stopped in enumerate(outcome.stopped):
-        mine = columns["loss"][columns["seed"] == options.seed + index]
+        own_rows = columns["seed"] == options.seed + index
+        last = {name: _last(columns[name][own_rows]) for name in ("loss", HELD_OUT) if name in columns}
         found = {"stopped": stopped, "rose": outcome.risen[index] is not None}
-        seeds.append({"seed": options.seed + index, **found, "loss": float(mine[-1]) if len(mine) else None})
+        seeds.append({"seed": options.seed + index, **found, **last})
     if options.json:
         print(json.dumps({"folder": str(outcome.folder), "updates": options.updates, "seeds": seeds}))
         return
     for seed in seeds:
         end = "" if seed["stopped"] is None else f" (stopped after {seed['stopped']} updates)"
         loss = "no loss" if seed["loss"] is None else f"loss {seed['loss']:.4g}"
-        print(f"seed {seed['seed']}: {loss}{end}")
+        held_out = "" if seed.get(HELD_OUT) is None else f", held-out loss {seed[HELD_OUT]:.4g}"
+        print(f"seed {seed['seed']}: {loss}{held_out}{end}")
     print(f"written to {outcome.folder}")
+
+
+def _last(values: np.ndarray) -> float | None:
+    """The last of those that were measured."""
+    found = values[np.isfinite(values)]
+    return float(found[-1]) if len(found) else None

@@ -10,7 +10,7 @@ import numpy as np
 from streamgrad._typing import PyTree
 from streamgrad.base import Chunk, Head
 from streamgrad.checks import check_arguments, check_size
-from streamgrad.lab.tasks.base import Task
+from streamgrad.lab.tasks.base import HeldOut, Task
 from streamgrad.trees import kind_of
 
 _ADDRESS = re.compile("0x[0-9a-f]+")  # of functions inside a program, which differ from trace to trace
@@ -43,6 +43,8 @@ def check_task(task: Any) -> None:
     check_size(n_in=task.n_in, batch_size=task.batch_size, length=task.length)
     if not isinstance(task.head, Head):
         raise ValueError(f"the head of the task {task.name} must be one of streamgrad.heads, not {kind_of(task.head)}.")
+    if task.held_out is not None and not isinstance(task.held_out, HeldOut):
+        raise ValueError(f"held_out of the task {task.name} must be a HeldOut or None, not {kind_of(task.held_out)}.")
     check_arguments("init", task.init, "key")
     check_arguments("sample", task.sample, "data", "state", "key")
     key = jax.eval_shape(lambda: jax.random.key(0))

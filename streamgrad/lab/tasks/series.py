@@ -12,6 +12,7 @@ from streamgrad.base import Chunk
 from streamgrad.checks import check_choice, check_size
 from streamgrad.lab.tasks.base import Task
 from streamgrad.lab.tasks.columns import read_series
+from streamgrad.lab.tasks.file_end import next_values, split_end
 
 SETTLE = 64  # first values of a lane, which may lie off the attractor, are left out
 EPISODE = 200  # steps of an episode of a chaotic series, as in published comparisons
@@ -26,6 +27,7 @@ def series(
     batch_size: int = 8,
     length: int = 1,
     seed: int = 0,
+    held_out: float = 0.1,
 ) -> Task:
     """A series, scaled to mean 0 and variance 1; the target is its next value, and the loss half the squared error.
 
@@ -39,9 +41,12 @@ def series(
       batch_size: B, streams at once: lanes with starts of their own, or places at equal distances in the file.
       length: T, steps of a chunk. Streams go on across chunks.
       seed: of the starts.
+      held_out: the part at the end of a file that is not trained on, but measured; 0 for none. It is scaled by mean and
+        variance of the rest.
 
     Returns:
-      The task. As the variance is 1, twice its loss is the normalised squared error (NMSE).
+      The task. As the variance is 1, twice its loss is the normalised squared error (NMSE). Of fewer than 20 numbers a
+      tenth cannot be predicted, and nothing is held out.
 
     Example:
       >>> import jax
@@ -55,7 +60,12 @@ def series(
     check_size(least=0, episode=episode)
     check_size(batch_size=batch_size, length=length)
     if path is not None:
-        return series_task(_lanes(read_series(Path(str(path)), column), batch_size), episode, length)
+        first, last = split_end(read_series(Path(str(path)), column), held_out, "numbers")
+        task = series_task(_lanes(first, batch_size), episode, length)
+        if last is None:
+            return task
+        data = jnp.asarray((last - first.mean()) / first.std(), float)
+        return task._replace(held_out=next_values(data, batch_size, _columns, _columns))
     if column is not None:
         raise ValueError(f"column is of a file, and none is given: column {column!r} needs a path.")
     return series_task(scaled(generate(kind, batch_size, values, np.random.default_rng(seed))), episode, length)
@@ -141,6 +151,10 @@ KINDS: dict[str, Callable[[int, int, np.random.Generator], np.ndarray]] = {
 def scaled(lanes: np.ndarray) -> np.ndarray:
     """Each lane with mean 0 and variance 1."""
     return (lanes - lanes.mean(axis=1, keepdims=True)) / lanes.std(axis=1, keepdims=True)
+
+
+def _columns(values: Array) -> Array:
+    return values[..., None]
 
 
 def _lanes(found: np.ndarray, batch_size: int) -> np.ndarray:

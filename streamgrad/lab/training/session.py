@@ -25,7 +25,7 @@ from streamgrad.lab.tasks.checking import check_task
 from streamgrad.lab.training import metrics, processes
 from streamgrad.lab.training.checkpoint import KEPT, REMEDY, Checkpoints
 from streamgrad.lab.training.loop import Averages, Rows, Summary, TrainState, begin, calls, no_summary, training_step
-from streamgrad.lab.training.measure import untrained_loss
+from streamgrad.lab.training.measure import held_out_loss, measured_every, untrained_loss, with_held_out
 
 CHECKPOINT = "checkpoint"
 CALL_SECONDS = 1.0  # how often rows are written and progress is shown, and how long a Ctrl-C may have to wait
@@ -142,6 +142,7 @@ def train(
     shardings = processes.shardings_of(estimator, template)
     check_room(folder, _size(plan, template))
     check_task(task)
+    held_out_every = measured_every(task, plan.every)
     manifest = new_manifest("training", {**(describe or {}), "plan": dataclasses.asdict(plan)})
     begun = resumed(folder, manifest, resume, also=(metrics.CSV, CHECKPOINT))
     if begun is not None:
@@ -158,7 +159,8 @@ def train(
         done, ts = 0, _begin(plan, shardings, model, task, estimator, optimizer)
     processes.together("begin")  # all have looked into the folder
     if processes.first():
-        metrics.cut(folder, _rows_until(plan, done, np.asarray(ts.stopped)))
+        unmeasured = held_out_every is not None and done < plan.updates and done % held_out_every > 0
+        metrics.cut(folder, _rows_until(plan, done, np.asarray(ts.stopped)), unmeasured)
         save_manifest(folder, manifest)
     processes.together("written")
     if checkpoints and saved is None:  # before the first row: rows without a checkpoint mean that it was lost
@@ -166,9 +168,11 @@ def train(
     if done < plan.updates and np.any(np.asarray(ts.stopped) < 0):
         if progress:
             progress(done, plan.updates, COMPILING)
-        until = plan.checkpoint_every or plan.updates
+        until = [each for each in (plan.checkpoint_every, held_out_every) if each is not None]
         step = training_step(task, estimator, optimizer, summarise)
         made = calls(step, task.data, ts, plan.updates, until, plan.every, CALL_SECONDS)
+        if held_out_every is not None:
+            made = with_held_out(made, held_out_loss(model, task, ts), held_out_every, plan.updates)
         seeds = range(plan.seed, plan.seed + plan.seeds)
         with metrics.Writer(folder, seeds) if processes.first() else contextlib.nullcontext() as writer:
             ts = _go_on(plan, done, ts, made, writer, checkpoints, progress)
