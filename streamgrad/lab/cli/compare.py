@@ -45,7 +45,7 @@ class Options:
     """
 
     estimators: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME ...]")] = ()
-    """Only these; all by default."""
+    """Only these, such as rtrl ok bptt; all by default, which takes some minutes."""
     cell: CellName = "lstm"
     hidden: int = 16
     """Its units."""

@@ -65,8 +65,9 @@ def mnist(
         images, labels = (FILES[split, part] for part in ("images", "labels"))
         return read_idx(find_file(where, images), images), read_idx(find_file(where, labels), labels)
 
+    own = images_and_labels(split)
     kept = images_and_labels("test") if split == "train" else None
-    return image_task("mnist", *images_and_labels(split), 255, 10, read, batch_size, length, kept)
+    return image_task("mnist", *own, 255, 10, read, batch_size, length, kept)
 
 
 def data_folder(folder: str | Path | None) -> Path:

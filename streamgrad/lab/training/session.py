@@ -130,7 +130,7 @@ def train(
       >>> from streamgrad.lab.tasks import find_task
       >>> task = find_task("queue", delay=2, batch_size=4, length=3)
       >>> model = sg.Model(sg.cells.vanilla(task.n_in, 5), task.head)
-      >>> est = sg.batched(sg.uoro(model), task.batch_size)
+      >>> est = sg.batched(sg.rtrl(model), task.batch_size)
       >>> folder = tempfile.mkdtemp()
       >>> plan = Plan(updates=4, every=2, seeds=2, checkpoints=False)
       >>> outcome = train(folder, plan, model, task, est, optax.sgd(0.1))
