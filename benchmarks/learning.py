@@ -73,7 +73,7 @@ def settings(name: str, text: Path | None) -> list[Setting]:
         raise SystemExit("the task text needs a file: --text FILE")
     lengths = {4: 12_000, 16: 6_000}
     return [
-        Setting(find_task("text", path=text, batch_size=STREAMS, length=length), 64, updates)
+        Setting(find_task("text", path=text, batch_size=STREAMS, length=length, held_out=0), 64, updates)
         for length, updates in lengths.items()
     ]
 

@@ -60,7 +60,7 @@ def find_problem(name: str, groups: int, text: Path | None, hidden: int | None =
         return Problem(find_task("queue", delay=3, batch_size=STREAMS, length=1), hidden or 32, rate)
     if text is None:
         raise SystemExit("the task text needs a file: --text FILE")
-    return Problem(find_task("text", path=text, batch_size=STREAMS, length=16), hidden or 64, 1e-3)
+    return Problem(find_task("text", path=text, batch_size=STREAMS, length=16, held_out=0), hidden or 64, 1e-3)
 
 
 def largest_tangent(state: sg.EstimatorState) -> jax.Array:

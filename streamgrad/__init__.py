@@ -1,7 +1,9 @@
 """streamgrad: gradients of recurrent networks while the stream runs.
 
-model = sg.Model(sg.cells.lstm(n_in, n_hidden), sg.heads.softmax(n_classes))
-est = sg.uoro(model)
+model = sg.Model(sg.cells.gru(n_in, n_hidden), sg.heads.softmax(n_classes))
+est = sg.rtrl(model)  # exact; `sg.ok` where the network is too large for it, `sg.bptt` for truncated BPTT
+params = model.init(key)
+state = est.init(params)
 grads, state, info = est.update(params, state, chunk, key)
 
 Tasks, training, experiments, the report and the command line are in `streamgrad.lab`, which nothing here imports.

@@ -13,6 +13,7 @@ from streamgrad._typing import Array
 from streamgrad.adapt import carried
 from streamgrad.base import Chunk, GradientEstimator, Model, Params
 from streamgrad.estimators import registry
+from streamgrad.step import cuts
 from streamgrad.theory import Episode, c_matrix, collect, collect_chunks, optimal_alpha, optimise
 from streamgrad.theory.predictions import find_prediction
 
@@ -53,9 +54,24 @@ class Candidate(NamedTuple):
 Predict = Callable[[Array | None, int], Array | None]
 
 
-def candidates_for(
-    model: Model, params: Params, chunk: Chunk, only: Sequence[str] | None = None
-) -> Iterator[Candidate]:
+class Candidates:
+    """What to compare, one after the other; how many there are is known before any is made.
+
+    Args:
+      makers: functions without arguments, one for each candidate, called when its turn comes.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[], Candidate]]):
+        self._makers = makers
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return (make() for make in self._makers)
+
+
+def candidates_for(model: Model, params: Params, chunk: Chunk, only: Sequence[str] | None = None) -> Candidates:
     """All registered estimators with their variants, as far as the cell can have them.
 
     Args:
@@ -70,10 +86,13 @@ def candidates_for(
     if only is not None:
         for name in only:
             registry.find_estimator(name)
-    return _candidates(model, params, chunk, only)
+    return Candidates(list(_makers(model, params, chunk, only)))
 
 
-def _candidates(model: Model, params: Params, chunk: Chunk, only: Sequence[str] | None) -> Iterator[Candidate]:
+def _makers(
+    model: Model, params: Params, chunk: Chunk, only: Sequence[str] | None
+) -> Iterator[Callable[[], Candidate]]:
+    """A function for each candidate. To make an estimator is cheap, but for a fitted one, which waits its turn."""
     episodes = Episodes(model, params, chunk)
     for row in registry.ROWS:
         cut = next((cut for cut in ("preactivation", "state") if cut in row.cuts and cut in model.cell.cuts), None)
@@ -90,13 +109,18 @@ def _candidates(model: Model, params: Params, chunk: Chunk, only: Sequence[str] 
             except ValueError:  # such as groups that do not divide the cell's preactivations
                 continue
             label = " ".join([row.name, *(f"{option}={value}" for option, value in named.items())])
-            yield _candidate(row, label, est, episodes, {**where, **named})._replace(every=named.get("every", 1))
+            made = _candidate(row, label, est, episodes, {**where, **named})._replace(every=named.get("every", 1))
+            yield functools.partial(_made, made)
             if not changed:
                 with contextlib.suppress(ValueError):  # not every estimator has noise to choose
-                    yield Candidate(f"{label} carried", row.promise, carried(est))
-        fitted = cut == "preactivation" and find_prediction(row.name, {"cut": cut, **FITTED})
-        if fitted:
-            yield from _hindsight(row, model, episodes)
+                    yield functools.partial(_made, Candidate(f"{label} carried", row.promise, carried(est)))
+        if cut == "preactivation" and find_prediction(row.name, {"cut": cut, **FITTED}) and episodes.can_be_fitted:
+            for label in FITS:
+                yield functools.partial(_hindsight, row, model, episodes, label)
+
+
+def _made(candidate: Candidate) -> Candidate:
+    return candidate
 
 
 def _candidate(
@@ -115,21 +139,27 @@ def _candidate(
     return Candidate(label, promise, est, *_prediction(row, episodes, options, noisy), hindsight, noisy, least)
 
 
-def _hindsight(row: registry.Row, model: Model, episodes: "Episodes") -> Iterator[Candidate]:
-    """The estimator with the α and Q_0 that are optimal for this very stream."""
-    ep = episodes.by_steps("preactivation")
-    assert ep is not None
-    # α is indexed by the position in an episode, the theory by that in the stream.
-    if len(ep.rows) > 1 or not bool(jnp.all(ep.episode == ep.episode[0])):
-        return
+def _hindsight(row: registry.Row, model: Model, episodes: "Episodes", label: str) -> Candidate:
+    """The estimator with the α, or the α and Q_0, that are optimal for this very stream."""
+    options = FITS[label](episodes.by_steps("preactivation"))
+    est, given = row.make(model, **options), {"cut": "preactivation", **options}
+    return _candidate(row, f"{row.name} {label}", est, episodes, given, hindsight=True)
+
+
+def _best_alpha(ep: Episode) -> dict[str, Any]:
     alpha = jax.jit(lambda ep: optimal_alpha(c_matrix(ep)).alpha, compiler_options=_ONCE)(ep)
+    return {"rescale": alpha}
+
+
+def _best_of_both(ep: Episode) -> dict[str, Any]:
     best = jax.jit(optimise, compiler_options=_ONCE)(ep)
-    for label, options in (
-        ("optimal alpha", {"rescale": alpha}),
-        ("optimal alpha, Q_0", {"rescale": best.alpha, "q0": best.q0}),
-    ):
-        est, given = row.make(model, **options), {"cut": "preactivation", **options}
-        yield _candidate(row, f"{row.name} {label}", est, episodes, given, hindsight=True)
+    return {"rescale": best.alpha, "q0": best.q0}
+
+
+FITS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "optimal alpha": _best_alpha,
+    "optimal alpha, Q_0": _best_of_both,
+}
 
 
 class Episodes:
@@ -140,6 +170,12 @@ class Episodes:
         self.length = len(jax.tree.leaves(chunk.inputs)[0])
         self.by_steps = functools.cache(self._by_steps)
         self.by_chunks = functools.cache(self._by_chunks)
+
+    @property
+    def can_be_fitted(self) -> bool:
+        """Whether α can be: it is indexed by the position in an episode, the theory by that in the stream."""
+        one_matrix = len(cuts.layout(self.model.cell, self.model.cell.cuts["preactivation"]).rows) == 1
+        return one_matrix and (self.chunk.reset is None or not bool(jnp.any(self.chunk.reset[1:])))
 
     def _by_steps(self, cut: str) -> Episode | None:
         """Of every step, at a cut."""

@@ -114,7 +114,7 @@ def compare(
       streams: B, over how many an estimate is averaged; they run at once.
       repeats: how often time is taken; all estimators take turns, and the fastest call counts.
       candidates: what to compare; by default `candidates_for` them all.
-      progress: called as `progress("preparing" or "measuring", done, of how many, name)`.
+      progress: called as `progress("preparing", "measuring" or "timing", done, of how many, name)`.
       past: `past(i)` is the i-th batch of streams that estimators may learn from before they are measured, as `carried`
         ones do; of the same number and length. By default the stream itself, over and over.
       seconds: most time that the samples of one estimator may take; a slow one then gets fewer.
@@ -161,7 +161,11 @@ def compare(
         rows.append(row if candidate.noisy else row._replace(samples=1))
     progress("measuring", len(pairs), len(pairs), "done")
     calls = {index: functools.partial(waiting.result().run, key) for index, (_, waiting) in enumerate(pairs)}
-    times = take_turns(calls, repeats, LEAST_SECONDS, fastest=True)
+
+    def show(made: int) -> None:
+        progress("timing", made, repeats, "all in turn")
+
+    times = take_turns(calls, repeats, LEAST_SECONDS, fastest=True, show=show)
     return [row._replace(us_per_step=1e6 * times[i] / length / streams) for i, row in enumerate(rows)]
 
 

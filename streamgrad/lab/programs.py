@@ -6,7 +6,7 @@ measured with; and programs are compiled side by side.
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -99,15 +99,18 @@ def compile_all(
             carried = jnp.all(found["carried"][:, -1] > 0)
         return ravel_pytree(grads.cell)[0], alpha, carried, grads.head, state
 
+    candidates = candidates if isinstance(candidates, Sized) else list(candidates)
+    total = len(candidates)
     pool = ThreadPoolExecutor(os.cpu_count())
     for number, candidate in enumerate(candidates):
+        progress("preparing", number, total, candidate.name)
         if candidate.least_streams > streams or chunk_length % candidate.every or length % candidate.every:
             continue
-        progress("preparing", number, number + 1, candidate.name)
         est = batched(candidate.est, streams)
         state = est.init(params)
         lowered = jax.jit(functools.partial(whole, est)).lower(params, state, many, key)
         yield candidate, pool.submit(finish, lowered, state)
+    progress("preparing", total, total, "done")
     pool.shutdown(wait=False)
 
 

@@ -66,6 +66,7 @@ def take_turns(
     least_seconds: float = 0.0,
     warm_up: bool = True,
     fastest: bool = False,
+    show: Callable[[int], None] | None = None,
 ) -> dict[Any, float]:
     """Median seconds of a call of each program; all take turns in each round, for noise to hit them alike.
 
@@ -76,6 +77,7 @@ def take_turns(
       warm_up: whether each is called twice before, for compilation and for how long a call takes.
       fastest: whether the fastest of all calls counts instead. What disturbs a call only ever makes it slower: on a
         busy machine this is what tells programs apart that take almost the same time.
+      show: is called with the number of rounds made, from 0.
 
     Returns:
       The medians by name, or the least.
@@ -84,12 +86,16 @@ def take_turns(
     times = {name: _seconds(calls[name], 1) for name in times}
     counts = {name: max(1, min(50, int(least_seconds / max(times.get(name, 1.0), 1e-9)))) for name in calls}
     taken: dict[Any, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
+    for made in range(repeats):
+        if show is not None:
+            show(made)
         for name, call in calls.items():
             if fastest:
                 taken[name] += [_seconds(call, 1) for _ in range(counts[name])]
             else:
                 taken[name].append(_seconds(call, counts[name]))
+    if show is not None:
+        show(repeats)
     pick = min if fastest else statistics.median
     return {name: pick(values) for name, values in taken.items()}
 

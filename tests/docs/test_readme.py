@@ -26,6 +26,15 @@ def table_in(text: str) -> str:
     return text[begin:end]
 
 
+def test_the_first_screen_says_how_to_begin():
+    """What it is, how to install it and the command, and the two commands with what they do and how long they take."""
+    screen = "\n".join(README.read_text().splitlines()[:24])
+    assert "Gradients of recurrent networks while the stream runs" in screen
+    assert "pip install . " in screen and 'pip install ".[cli]"' in screen
+    for command in ("make demo", "make test"):
+        assert re.search(rf"^    {command} +# .*: \d+ minutes$", screen, flags=re.MULTILINE), command
+
+
 def test_table_is_the_registry():
     assert table_in(README.read_text()) == markdown_table(), "run `make table`"
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pydoc
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +15,14 @@ import jaxtyping
 import numpy as np
 import pytest
 
+import streamgrad as sg
 from streamgrad.lab.cli.main import COMMANDS, main
 from streamgrad.lab.training import read_metrics
 from tests.tools import ROOT
 
 TRAIN = ["--task", "queue", "--task-options", "delay=1", "--batch-size", "2", "--length", "2", "--cell", "vanilla"]
 TRAIN += ["--hidden", "2", "--updates", "160", "--every", "2", "--checkpoint-every", "2", "--seeds", "2"]
+TRAIN += ["--estimator", "uoro"]  # with noise: a resumed run must draw the same
 
 
 @pytest.fixture(autouse=True)
@@ -64,17 +68,26 @@ def test_experiments_run_with_jax_numpy_and_optax_alone(tmp_path):
     assert main(["report", str(tmp_path / "run")]) == 0 and (tmp_path / "run" / "report.html").exists()
 
 
+UORO = ["--estimator", "uoro", "--estimator-options"]
 WRONG = {
     "command": (["trian"], 2, "there is no command 'trian'; choose from train, "),
-    "choice": (["train", "X", "--cell", "lsmt"], 2, "invalid choice 'lsmt' for argument '--cell'.*'lstm', 'gru'"),
-    "task": (["train", "X", "--task", "qeue"], 2, "invalid choice 'qeue'.*'digits', 'mnist', 'queue'"),
+    "choice": (["train", "X", "--cell", "lsmt"], 2, "--cell must be one of lstm, gru, .*, MODULE:FUNCTION, not 'lsmt'"),
+    "task": (["train", "X", "--task", "qeue"], 2, "--task must be one of digits, mnist, queue, .*FUNCTION, not 'qeue'"),
     "option": (["train", "X", "--hiden", "5"], 2, "Unrecognized options: --hiden.*--hidden INT"),
     "number": (["train", "X", "--hidden", "many"], 2, "Error parsing --hidden: invalid literal for int"),
     "no folder": (["train"], 2, "Missing from streamgrad train"),
     "estimator": (["train", "X", "--estimator", "uro"], 2, "--estimator must be one of bptt, tbptt, .*not 'uro'"),
     "pair": (["train", "X", "--task-options", "delay"], 2, "--task-options takes pairs NAME=VALUE, not 'delay'"),
-    "name": (["train", "X", "--estimator-options", "group=2"], 2, "has no 'group'; choose from cut, noise,"),
-    "value": (["train", "X", "--estimator-options", "noise=pink"], 2, "noise must be one of 'gaussian'"),
+    "name": (
+        ["train", "X", *UORO, "group=2"],
+        2,
+        "has no 'group'; choose from cut, noise,",
+    ),
+    "value": (
+        ["train", "X", *UORO, "noise=pink"],
+        2,
+        "noise must be one of 'gaussian'",
+    ),
     "same name": (
         ["train", "X", "--estimator", "tbptt", "--estimator-options", "every=0"],
         2,
@@ -186,3 +199,23 @@ def test_a_run_that_diverges_says_so(tmp_path, capsys):
     assert main(["train", str(tmp_path), *TRAIN, *more]) == 1
     assert "every seed has stopped: seed 5 stopped at update" in capsys.readouterr().err
     assert np.isfinite(read_metrics(tmp_path)["loss"]).all()
+
+
+def test_help_says_what_an_option_is_for(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["train", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--no-checkpoints Write no checkpoints: the run needs no orbax, but cannot be resumed" in text
+    assert "(default: queue)" in text and "(default: gru)" in text and "(default: rtrl)" in text
+
+
+def test_help_leads_with_rtrl(capsys):
+    """Of all estimators it is the first that is named."""
+    from streamgrad.estimators import REGISTRY
+
+    texts = [pydoc.plain(pydoc.render_doc(sg)).partition("PACKAGE CONTENTS")[0]]
+    for command in ("train", "compare"):
+        assert main([command, "--help"]) == 0
+        texts.append(capsys.readouterr().out)
+    for text in texts:
+        assert next(word for word in re.findall(r"\w+", text.lower()) if word in REGISTRY) == "rtrl", text

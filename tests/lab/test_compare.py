@@ -236,3 +236,24 @@ def test_noise_across_chunks_is_on_the_state_of_any_cell():
     params, chunk = tools.make_params(model), tools.make_chunk(model, 4)
     names = {one.name for one in candidates_for(model, params, chunk, only=["uoro"])}
     assert {"uoro", "uoro inside=backprop"} <= names
+
+
+def test_progress_has_one_total_for_each_part():
+    """Known from the beginning, also with what is fitted by hindsight, whether or not it runs on so many streams."""
+    model, params, chunk = network()
+    seen: dict[str, list[tuple[int, int]]] = {}
+
+    def progress(part, made, total, words):
+        seen.setdefault(part, []).append((made, total))
+
+    names = ["preuoro", "uoro"]
+    some = candidates_for(model, params, chunk, only=names)
+    count = len(some)
+    assert count == len(list(some)) and [one.name for one in some][-1] == "preuoro"
+    assert sum(one.hindsight for one in some) == 2
+    few = [one for one in some if one.name in ("preuoro", "uoro inside=backprop shrink=auto")]
+    for given in (few, iter(few)):
+        seen.clear()
+        compare(model, params, chunk, jax.random.key(3), 4, 1, 2, given, progress)
+        assert seen["preparing"] == [(0, 2), (1, 2), (2, 2)]  # one of the two needs two streams, and is passed over
+        assert seen["measuring"] == [(0, 1), (1, 1)] and seen["timing"] == [(0, 2), (1, 2), (2, 2)]

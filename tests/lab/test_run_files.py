@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from streamgrad.lab.manifest import load_manifest
+import streamgrad as sg
+from streamgrad.lab.manifest import load_manifest, new_manifest, save_manifest
 from streamgrad.lab.training import Plan, load_params, metrics, read_metrics, train
 from streamgrad.lab.training.checkpoint import Checkpoints, steps
 from tests.lab.counting import PLAN, Count, counting, parts, same, summarise
@@ -228,5 +229,24 @@ def test_numbers_that_are_not_finite(tmp_path):
 def test_parameters_that_cannot_be_loaded(unbroken, tmp_path):
     with pytest.raises(ValueError, match=r"run\.json does not exist: .* has no run of"):
         load_params(tmp_path)
-    with pytest.raises(ValueError, match="was not begun by `streamgrad train`"):
+    with pytest.raises(ValueError, match="was not begun by `streamgrad train`: pass the model that it was"):
         load_params(unbroken.folder)
+    with pytest.raises(ValueError, match=r"the model that was passed: params\.cell\['w'\] is \[2, 4\], not \[5, 7\]"):
+        load_params(unbroken.folder, model=parts(counting(), 5)[0])
+    other = sg.Model(sg.cells.gru(1, 2), sg.heads.squared_error(1))
+    with pytest.raises(ValueError, match=r"fit the model that was passed: only one of them has params\.cell"):
+        load_params(unbroken.folder, model=other)
+    save_manifest(tmp_path, new_manifest("experiments", {"preset": "smoke"}))
+    with pytest.raises(ValueError, match="has no parameters: name the folder of a training run"):
+        load_params(tmp_path, model=other)
+
+
+def test_parameters_of_a_run_that_was_begun_in_python(unbroken):
+    model, task, *_ = parts(counting())
+    for seed in (3, 4):
+        found = load_params(unbroken.folder, seed, model=model)
+        mine = jax.tree.map(lambda leaf, seed=seed: leaf[seed - 3], unbroken.state.params)
+        assert same(found.params, mine) and (found.model, found.task, found.update) == (model, None, 12)
+    assert load_params(unbroken.folder, model=model, task=task).task is task
+    with pytest.raises(ValueError, match="has the seeds 3 to 4, not 5"):
+        load_params(unbroken.folder, 5, model=model)

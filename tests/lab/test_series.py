@@ -6,6 +6,7 @@ import pytest
 
 from streamgrad.lab.tasks import find_task
 from streamgrad.lab.tasks.series import KINDS, SETTLE, generate, scaled
+from tests.tools import one_sentence
 
 
 def test_henon_step_by_step():
@@ -84,7 +85,74 @@ def test_a_bad_series_is_one_sentence(tmp_path, content, words):
     assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
 
 
+TABLE = "day,price,volume\n2024-01-01,1.5,7\n2024-01-02,2.5,8\n2024-01-03,4.5,6\n2024-01-04,3.0,5\n"
+PRICES = [1.5, 2.5, 4.5, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("content", "column", "want"),
+    [
+        (TABLE, "price", PRICES),
+        (TABLE, 2, PRICES),
+        (TABLE.replace(",", ";"), "price", PRICES),
+        (TABLE.replace(",", "\t"), "price", PRICES),
+        ("1 10\n2 20\n\n3 30\n4 40", 2, [10, 20, 30, 40]),
+        ("\ufeffprice\n1.5\n2.5\n4.5\n3.0\n", None, PRICES),  # a single column may have a name
+        ("1,\n2,\n3,\n5,\n", None, [1, 2, 3, 5]),  # and a separator at the end of its lines
+        ('"the day, in words",price\n"a, b",1.5\n"c, d",2.5\n', "price", [1.5, 2.5]),
+        ("x;y\n;1\n;2\n", "y", [1, 2]),
+        ("1 2 3\n4\n5 6 7 8", None, [1, 2, 3, 4, 5, 6, 7, 8]),
+    ],
+)
+def test_a_column_of_a_table(tmp_path, content, column, want):
+    (tmp_path / "x").write_text(content, encoding="utf-8")
+    task = find_task("series", path=tmp_path / "x", column=column, batch_size=1)
+    want = np.array(want, float)
+    np.testing.assert_allclose(task.data[0], (want - want.mean()) / want.std(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("content", "column", "words"),
+    [
+        (TABLE, None, "has 3 columns, day, price and volume: choose one with the option column, such as column=volume"),
+        ("1 10\n2 20\n3 30\n", None, "has 2 columns: choose one with .* column=2, or write one number on each line"),
+        ("1,2,3\n4,5,6\n7,8\n", None, "has 3 columns, and 2 in line 3: mend the line, or write one number on each"),
+        ("1 2\n3 4\n5\n7 8\n", 1, "has 2 columns, and 1 in line 3"),
+        (TABLE, "prize", "by its number, from 1, or by one of those names, not 'prize'"),
+        ("1 10\n2 20\n", 3, "has 2 columns: choose one by its number, from 1, not 3"),
+        (TABLE, "day", "has '2024-01-01' where a number should be, in line 2"),
+        ("a,b\n1,2\n3,\n5,6\n", "b", "has an empty cell in line 3: leave out or fill in"),
+        ("a,b\n1,2\n3,nan\n", "b", "has 'nan' in line 3: leave out or fill in"),
+        ("a;b\n1;1,5\n2;2,5\n", "b", "has '1,5' where a number should be, in line 2"),
+        ("1 2 3\n4\n5 6\n", 2, "has no columns, as its lines differ in length: leave column out"),
+    ],
+)
+def test_columns_are_not_read_as_one_series(tmp_path, content, column, words):
+    (tmp_path / "x").write_text(content)
+    with pytest.raises(ValueError, match=words) as caught:
+        find_task("series", path=tmp_path / "x", column=column, batch_size=1)
+    assert one_sentence(caught)
+
+
+def test_a_file_is_a_stream_and_a_chaotic_series_has_episodes(tmp_path):
+    """Unless they are asked for; a stream begins anew at the end of the file."""
+    path = tmp_path / "numbers"
+    path.write_text("\n".join(map(str, range(1001))))
+
+    def resets(**options):
+        task = find_task("series", batch_size=1, length=2000, held_out=0.0, **options)
+        chunk, _ = task.sample(task.data, task.init(jax.random.key(0)), jax.random.key(0))
+        return np.flatnonzero(np.asarray(chunk.reset)[0]).tolist()
+
+    assert resets(path=path) == [0, 1000]
+    assert resets(path=path, episode=400) == [0, 400, 800, 1000, 1400, 1800]
+    assert resets(kind="henon", values=501) == [0, 200, 400, 500, 700, 900, 1000, 1200, 1400, 1500, 1700, 1900]
+    assert resets(kind="henon", values=501, episode=0) == [0, 500, 1000, 1500]
+
+
 def test_wrong_options():
+    with pytest.raises(ValueError, match="column is of a file, and none is given: column 2 needs a path"):
+        find_task("series", column=2)
     with pytest.raises(ValueError, match="kind must be one of 'henon', 'mackey_glass', 'lorenz'"):
         find_task("series", kind="sunspots")
     with pytest.raises(ValueError, match="values must be a whole number of at least 2"):

@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,10 @@ import pytest
 
 import streamgrad as sg
 from streamgrad.lab.cli.main import main
-from streamgrad.lab.tasks import find_task
+from streamgrad.lab.tasks import Task, find_task
 from streamgrad.lab.training import Diverged, Plan, begin, load_params, metrics, read_metrics, train
 from streamgrad.lab.training.checkpoint import Checkpoints, steps
+from streamgrad.lab.training.measure import untrained_loss
 from tests.lab.counting import PLAN, counting, parts, same
 from tests.tools import ROOT, code_blocks
 
@@ -145,6 +148,51 @@ def test_a_loss_that_explodes_is_said(tmp_path, caplog):
     assert [record.message for record in caplog.records] == got.risen
 
 
+def easy_first(batch_size=2, length=2):
+    """The input of four steps ago, and zeros until then."""
+
+    def sample(data, state, key):
+        values = jnp.concatenate([state, 1 + jax.random.normal(key, (batch_size, length))], axis=1)
+        return sg.Chunk(values[:, 4:, None], values[:, :length, None]), values[:, length:]
+
+    head = sg.heads.squared_error(1)
+    return Task("easy first", 1, head, batch_size, length, False, (), lambda key: jnp.zeros((batch_size, 4)), sample)
+
+
+def test_zeros_as_first_targets_are_no_alarm(tmp_path, caplog):
+    """The loss rises from nearly nothing to that of a task that cannot be solved in so few updates, and no further."""
+    with caplog.at_level(logging.WARNING, logger="streamgrad"):
+        got = train(tmp_path / "a", Plan(updates=60, every=4, seeds=2), *parts(easy_first()))
+    loss = read_metrics(tmp_path / "a")["loss"]
+    assert loss[-4:].mean() > 4 * got.state.first_loss.max() and got.risen == [None, None] and not caplog.records
+    # One that does explode is told from it, by a loss that is not that of the first update.
+    with caplog.at_level(logging.WARNING, logger="streamgrad"):
+        got = train(tmp_path / "b", Plan(updates=60, every=4), *parts(easy_first(), optimizer=optax.sgd(1.5)))
+    (words,) = got.risen
+    before = float(re.search(r"rose from ([\d.]+), that of the untrained network, to", words)[1])
+    assert 0.5 < before < 2 and float(got.state.first_loss[0]) < 0.2, words
+
+
+def test_the_untrained_loss_is_that_of_a_loop():
+    task = find_task("queue", delay=2, batch_size=2, length=100)
+    model, _, estimator, optimizer = parts(task)
+    begun = jax.jit(jax.vmap(lambda seed: begin(model, task, estimator, optimizer, jax.random.key(seed))))
+    seeds = jnp.arange(3, 5, dtype=jnp.uint32)
+    ts = begun(seeds)._replace(step=jnp.full(2, 7, jnp.int32))
+    got = untrained_loss(model, task, ts, seeds)
+    for index, seed in enumerate(seeds):
+        mine = jax.tree.map(lambda leaf, index=index: leaf[index], ts)
+        params, where, found = begin(model, task, estimator, optimizer, jax.random.key(seed)).params, mine.task, []
+        states = [model.init_state(params)] * 2
+        for update in (7, 8, 9):  # 256 steps, in chunks of 100
+            key = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(mine.key), update))[0]
+            chunk, where = task.sample(task.data, where, key)
+            for b in range(2):
+                outputs, states[b] = model.run(params, states[b], chunk.inputs[b])
+                found += [model.head.loss(params.head, y, t) for y, t in zip(outputs, chunk.targets[b], strict=True)]
+        np.testing.assert_allclose(got[index], np.mean(found), rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_example_of_the_docs_runs(tmp_path, monkeypatch):
     """As printed; and the task of the last one gives what it says."""
@@ -173,3 +221,9 @@ def test_example_of_the_docs_runs(tmp_path, monkeypatch):
     after = task.sample(task.data, state, jax.random.key(0))[0]
     np.testing.assert_allclose(chunk.targets[:, -1], after.inputs[:, 0])
     np.testing.assert_allclose(chunk.targets[:, :-1], chunk.inputs[:, 1:])
+    # And as a module, from the command line.
+    (tmp_path / "mine.py").write_text(last)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    options = "--task mine:sine --cell mine:leaky --hidden 16 --learning-rate 0.01 --estimator rtrl"
+    assert main(["train", "runs/sine", *options.split()]) == 0
+    assert read_metrics("runs/sine")["loss"][-1] < 0.01

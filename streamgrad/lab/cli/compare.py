@@ -1,6 +1,7 @@
 """`streamgrad compare`: the tables by which one picks an estimator."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -18,9 +19,10 @@ from streamgrad.checks import check_at_most, check_size
 from streamgrad.engine.streams import batched
 from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.registry import REGISTRY
+from streamgrad.lab import own
 from streamgrad.lab.candidates import candidates_for
 from streamgrad.lab.choice import frontier, ranks
-from streamgrad.lab.cli.options import UsageError, choose, from_options, task_options
+from streamgrad.lab.cli.options import UsageError, choose, choose_own, from_options, task_options
 from streamgrad.lab.cli.show import print_table
 from streamgrad.lab.cli.train import CellName, Pairs, TaskName
 from streamgrad.lab.comparison import LEAST, Comparison, compare
@@ -28,9 +30,9 @@ from streamgrad.lab.files import check_room
 from streamgrad.lab.progress import COMPILING, showing
 from streamgrad.lab.report.frontier import SUFFIXES, write_frontier
 from streamgrad.lab.tables import write_rows
-from streamgrad.lab.tasks import Task
+from streamgrad.lab.tasks import TASKS, Task, accepts_option, task_function
 from streamgrad.lab.training import begin, run_one, training_step
-from streamgrad.lab.training.build import make_model, make_task
+from streamgrad.lab.training.build import CELLS, make_model, make_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +45,11 @@ class Options:
     """
 
     estimators: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME ...]")] = ()
-    """Only these; all by default."""
+    """Only these, such as rtrl ok bptt; all by default, which takes some minutes."""
     cell: CellName = "lstm"
-    """The recurrent network."""
     hidden: int = 16
     """Its units."""
     task: TaskName = "queue"
-    """Where the stream comes from."""
     task_options: Pairs = ()
     """Options of the task, such as delay=8 for queue, read=pixels for digits, path=FILE for text."""
     length: int = 32
@@ -86,6 +86,7 @@ def main(options: Options) -> None:
         progress("training", 0, max(1, options.updates), COMPILING)
         with from_options():
             model, params, chunk = prepare(options, task, key)
+        progress("training", max(1, options.updates), max(1, options.updates), "done")
         rows = compare(
             model,
             params,
@@ -114,6 +115,8 @@ def check(options: Options) -> None:
     """What can be known to be wrong before anything is trained."""
     for name in options.estimators:
         choose("--estimators", name, tuple(REGISTRY))
+    choose_own("--task", options.task, tuple(TASKS))
+    choose_own("--cell", options.cell, CELLS)
     sizes = {f"--{name}": getattr(options, name) for name in ("hidden", "length", "streams")}
     with from_options():
         check_size(**sizes)
@@ -139,6 +142,11 @@ def check(options: Options) -> None:
 def task_of(options: Options, batch_size: int = 32) -> Task:
     """The task with its options; 32 streams to train on."""
     length = None if options.task in ("digits", "mnist") else options.length  # theirs is that of an image
+    if own.is_own(options.task):
+        takes = functools.partial(accepts_option, task_function(options.task))
+        if not takes("batch_size"):
+            raise UsageError(f"{options.task} must take batch_size, as compare calls it for any number of streams.")
+        length = length if takes("length") else None
     return make_task(options.task, task_options(options.task, options.task_options), batch_size, length)
 
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from streamgrad.lab.tasks import task_function
+from streamgrad.lab import own
+from streamgrad.lab.tasks import accepts_option, required, task_function
 
 
 class UsageError(ValueError):
@@ -30,6 +31,8 @@ def from_options(**options: str) -> Iterator[None]:
     """
     try:
         yield
+    except own.Raised:
+        raise
     except ValueError as error:
         # An argument's name stands before "must", or before the value that it has.
         named = re.sub(r"\b(\w+)(?= must |, \d)", lambda found: options.get(found[0], found[0]), str(error))
@@ -66,7 +69,7 @@ def pairs(option: str, given: Sequence[str], function: Callable, skip: Sequence[
         name, equals, value = pair.partition("=")
         if not equals:
             raise UsageError(f"{option} takes pairs NAME=VALUE, not {pair!r}.")
-        if name not in known:
+        if name in skip or not accepts_option(function, name):
             listed = f"choose from {', '.join(known)}" if known else "there is none to choose"
             raise UsageError(f"{option} has no {name!r}; {listed}.")
         try:
@@ -76,9 +79,23 @@ def pairs(option: str, given: Sequence[str], function: Callable, skip: Sequence[
     return found
 
 
+def choose_own(option: str, value: str, choices: Sequence[str]) -> None:
+    """`value` is one of `choices`, or names a function of the user's own, which is there."""
+    if own.is_own(value):
+        with from_options():
+            own.find_function(value)
+    else:
+        choose(option, value, (*choices, own.FORM))
+
+
 def task_options(task: str, given: Sequence[str]) -> dict[str, Any]:
     """The options of a task from --task-options, but for those that have an option of their own."""
-    found = pairs("--task-options", given, task_function(task), skip=["batch_size", "length", "folder"])
+    function = task_function(task)
+    apart = ["batch_size", "length", *([] if own.is_own(task) else ["folder"])]
+    found = pairs("--task-options", given, function, skip=apart)
     if task == "text" and "path" not in found:
         raise UsageError("the task text needs a file: --task-options path=FILE.")
+    for name in required(function):
+        if name not in (*found, *apart):
+            raise UsageError(f"the task {task} needs {name}: --task-options {name}=VALUE.")
     return found

@@ -10,9 +10,10 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
+import numpy as np
 import tyro
 from jax.sharding import AxisType
 
@@ -22,21 +23,33 @@ from streamgrad.contract import GradientEstimator
 from streamgrad.engine.sharded import sharded
 from streamgrad.engine.streams import batched
 from streamgrad.estimators.registry import REGISTRY
-from streamgrad.lab import interrupts
-from streamgrad.lab.cli.options import choose, from_options, pairs, task_options
+from streamgrad.lab import interrupts, own
+from streamgrad.lab.cli.options import choose, choose_own, from_options, pairs, task_options
 from streamgrad.lab.manifest import FILE
 from streamgrad.lab.progress import showing
 from streamgrad.lab.tasks import TASKS
 from streamgrad.lab.training import Outcome, Plan, processes, read_metrics, train
 from streamgrad.lab.training.build import CELLS, make_model, make_optimizer, make_task
 from streamgrad.lab.training.checkpoint import steps
+from streamgrad.lab.training.loop import HELD_OUT
 from streamgrad.lab.training.session import CHECKPOINT
 
-if TYPE_CHECKING:
-    CellName = str
-    TaskName = str
-else:
-    CellName, TaskName = Literal[CELLS], Literal[tuple(TASKS)]
+TaskName = Annotated[
+    str,
+    tyro.conf.arg(
+        metavar=f"{{{','.join(TASKS)}}}|{own.FORM}",
+        help="What to learn. A function of your own, such as mine:make for make of mine.py in this folder, takes "
+        "batch_size and length if they are given, and the --task-options, and returns a streamgrad.lab.Task.",
+    ),
+]
+CellName = Annotated[
+    str,
+    tyro.conf.arg(
+        metavar=f"{{{','.join(CELLS)}}}|{own.FORM}",
+        help="The recurrent network. A function of your own, such as mine:make, is called as make(n_in, n_hidden) and "
+        "returns a cell, such as streamgrad.cells.from_function, from_flax, from_equinox or from_haiku makes.",
+    ),
+]
 
 # Where a run is made does not define it: it goes on with any other number of devices and processes.
 LAYOUT = {"devices", "distributed", "coordinator", "processes", "process"}
@@ -48,7 +61,7 @@ Pairs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=VALUE ...]")]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Train any cell with any estimator on any task.
+    """Train any cell with any estimator on any task. By default a GRU learns to recall bits, by exact RTRL.
 
     The folder gets metrics.csv as rows come, run.json, and checkpoints. A run that was broken off
     goes on with the same command and --resume, and ends bit for bit as if it had never been.
@@ -56,8 +69,7 @@ class Options:
 
     folder: tyro.conf.Positional[Path]
     """Where the run is written; a folder of its own."""
-    task: TaskName = "digits"
-    """What to learn."""
+    task: TaskName = "queue"
     task_options: Pairs = ()
     """Options of the task, such as delay=8 for queue, read=pixels for digits, path=FILE for text."""
     batch_size: int | None = None
@@ -66,16 +78,16 @@ class Options:
     """Steps of a chunk, after each of which the parameters are updated; the task's own number by default."""
     data: Path | None = None
     """The data folder, for mnist; by default that of the environment variable STREAMGRAD_DATA."""
-    cell: CellName = "lstm"
-    """The recurrent network."""
-    hidden: int = 50
+    cell: CellName = "gru"
+    hidden: int = 32
     """Units of each layer."""
     layers: int = 1
     """How many cells are stacked."""
-    estimator: str = "uoro"
-    """Where the gradient comes from; `streamgrad estimators` lists them."""
+    estimator: str = "rtrl"
+    """Where the gradient comes from: rtrl is exact, ok nearly so for larger networks, bptt exact inside a chunk alone;
+    `streamgrad estimators` lists them all."""
     estimator_options: Pairs = ()
-    """Options of the estimator, such as groups=10 noise=gaussian for uoro, or window=20 every=5 for tbptt."""
+    """Options of the estimator, such as rank=16 for ok, window=20 every=5 for tbptt, or groups=10 for uoro."""
     carry: bool = False
     """Carry Q_0 and, for episodes, alpha over from past windows; for uoro and, on episodes, preuoro."""
     optimizer: Literal["adam", "rmsprop", "sgd"] = "adam"
@@ -92,8 +104,8 @@ class Options:
     """Updates that are averaged in one row of the metrics."""
     checkpoint_every: int | None = None
     """Updates between two checkpoints, a multiple of --every; a kill loses no more. By default about 20 seconds."""
-    checkpoints: bool = True
-    """Whether to write any."""
+    checkpoints: Annotated[bool, tyro.conf.arg(help_behavior_hint="(default: they are written)")] = True
+    """Write no checkpoints: the run needs no orbax, but cannot be resumed, and what it learns is not kept."""
     seeds: int = 1
     """Seeds trained at once."""
     seed: int = 0
@@ -117,6 +129,8 @@ class Options:
 def main(options: Options) -> int:
     """Train, and say what came of it; a run that has learnt nothing in any seed has failed."""
     join(options)
+    choose_own("--task", options.task, tuple(TASKS))
+    choose_own("--cell", options.cell, CELLS)
     choose("--estimator", options.estimator, tuple(REGISTRY))
     row = REGISTRY[options.estimator]
     given = {
@@ -207,14 +221,22 @@ def print_outcome(options: Options, outcome: Outcome) -> None:
     columns = read_metrics(outcome.folder)
     seeds: list[dict[str, Any]] = []
     for index, stopped in enumerate(outcome.stopped):
-        mine = columns["loss"][columns["seed"] == options.seed + index]
+        own_rows = columns["seed"] == options.seed + index
+        last = {name: _last(columns[name][own_rows]) for name in ("loss", HELD_OUT) if name in columns}
         found = {"stopped": stopped, "rose": outcome.risen[index] is not None}
-        seeds.append({"seed": options.seed + index, **found, "loss": float(mine[-1]) if len(mine) else None})
+        seeds.append({"seed": options.seed + index, **found, **last})
     if options.json:
         print(json.dumps({"folder": str(outcome.folder), "updates": options.updates, "seeds": seeds}))
         return
     for seed in seeds:
         end = "" if seed["stopped"] is None else f" (stopped after {seed['stopped']} updates)"
         loss = "no loss" if seed["loss"] is None else f"loss {seed['loss']:.4g}"
-        print(f"seed {seed['seed']}: {loss}{end}")
+        held_out = "" if seed.get(HELD_OUT) is None else f", held-out loss {seed[HELD_OUT]:.4g}"
+        print(f"seed {seed['seed']}: {loss}{held_out}{end}")
     print(f"written to {outcome.folder}")
+
+
+def _last(values: np.ndarray) -> float | None:
+    """The last of those that were measured."""
+    found = values[np.isfinite(values)]
+    return float(found[-1]) if len(found) else None

@@ -10,6 +10,7 @@ from streamgrad.lab.experiments.base import Section, Table
 from streamgrad.lab.experiments.records import Record, median_filter, read_record, show, show_interval
 from streamgrad.lab.manifest import Manifest, load_manifest
 from streamgrad.lab.report.page import prepare, render
+from streamgrad.lab.training.loop import HELD_OUT
 from streamgrad.lab.training.metrics import CSV
 
 LAST = 0.1  # of the updates, over which final numbers are averaged
@@ -84,12 +85,14 @@ def _headline(run: Manifest, record: Record) -> str:
 
 
 def _sections(record: Record) -> list[Section]:
-    others = [name for name in record.columns if name not in ("loss", "gradient_norm")]
+    others = [name for name in record.columns if name not in ("loss", "gradient_norm", HELD_OUT)]
     every = f"each point is a mean over {record.update[0]} updates" if record.update[0] > 1 else "one point per update"
     last = [_last(record, "loss", trial) for trial in range(len(record.seeds))]
     text = f"Training loss of each seed; {every}."
     if _width(record) > 1:
         text += f" The thick line is the median of {_width(record)} points."
+    if HELD_OUT in record.columns:
+        text += " Dots are the loss on what the task holds out from training."
     if len(last) > 1:
         mean = show_interval(np.array(last))
         text += f" Over the last tenth of the updates, mean over seeds and its 95% interval: {mean}."
@@ -114,15 +117,21 @@ def _sections(record: Record) -> list[Section]:
 
 def _table(record: Record) -> Table:
     header = ["seed", "updates", "first loss", "loss, last tenth", "lowest loss", "gradient norm, last tenth"]
+    if HELD_OUT in record.columns:
+        header.append("held-out loss, last")
     rows = []
     for trial, seed in enumerate(record.seeds):
         loss = record["loss"][trial]
         seen = np.flatnonzero(np.isfinite(loss))
         if not len(seen):
-            rows.append([str(seed), "0", *["—"] * 4])
+            rows.append([str(seed), "0", *["—"] * (len(header) - 2)])
             continue
         numbers = [loss[seen[0]], _last(record, "loss", trial), loss[seen].min(), _last(record, "gradient_norm", trial)]
-        rows.append([str(seed), str(record.update[seen[-1]]), *(show(float(x)) for x in numbers)])
+        if HELD_OUT in record.columns:
+            measured = record[HELD_OUT][trial]
+            numbers.append([np.nan, *measured[np.isfinite(measured)]][-1])
+        shown = [show(float(x)) if np.isfinite(x) else "—" for x in numbers]
+        rows.append([str(seed), str(record.update[seen[-1]]), *shown])
     return Table(header, rows)
 
 
@@ -140,6 +149,8 @@ def _curves(record: Record, name: str, log: bool = False) -> Any:
     fig, axes = plots.figure()
     ax = axes[0, 0]
     _draw(ax, record, name, log)
+    if name == "loss" and HELD_OUT in record.columns:
+        _dots(ax, record, HELD_OUT)
     ax.set_xlabel("update")
     ax.set_ylabel(name.replace("_", " "))
     if len(record.seeds) <= MANY:
@@ -160,13 +171,24 @@ def _panels(record: Record, names: list[str]) -> Any:
     return fig
 
 
+def _dots(ax: Any, record: Record, name: str) -> None:
+    """What is measured now and then, in the colours of the seeds' curves."""
+    for trial in range(len(record.seeds)):
+        seen = np.isfinite(record[name][trial])
+        ax.plot(record.update[seen], record[name][trial][seen], "o", color=_colour(record, trial), markersize=4)
+
+
+def _colour(record: Record, trial: int) -> str:
+    return plots.COLOURS[(trial + 1) % len(plots.COLOURS)] if len(record.seeds) <= MANY else plots.COLOURS[1]
+
+
 def _draw(ax: Any, record: Record, name: str, log: bool) -> None:
     """A curve for each seed: all points faintly, and their running median where there are many."""
     values = record[name]
     width = _width(record)
     smooth = median_filter(values, width) if width > 1 else None
     for trial, seed in enumerate(record.seeds):
-        colour = plots.COLOURS[(trial + 1) % len(plots.COLOURS)] if len(record.seeds) <= MANY else plots.COLOURS[1]
+        colour = _colour(record, trial)
         label = f"seed {seed}"
         if smooth is None:
             ax.plot(record.update, values[trial], color=colour, linewidth=1.6, label=label)

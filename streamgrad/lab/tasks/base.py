@@ -7,6 +7,21 @@ from streamgrad._typing import Array, PyTree
 from streamgrad.base import Chunk, Head, Info
 
 
+class HeldOut(NamedTuple):
+    """What a task keeps back from training, to measure the loss on: so many chunks, one after the other.
+
+    Attributes:
+      data: arrays that `chunk` reads, as those of a task.
+      count: how many chunks there are.
+      chunk: `chunk(data, index) -> Chunk`, streams leading, then time, of the same shape for every index. The streams
+        begin with the first chunk and go on in the next. Each loss counts with its weight, those of weight 0 do not.
+    """
+
+    data: PyTree
+    count: int
+    chunk: Callable[[PyTree, Array], Chunk]
+
+
 class Task(NamedTuple):
     """An endless source of chunks for a batch of streams.
 
@@ -22,6 +37,7 @@ class Task(NamedTuple):
       sample: `sample(data, state, key) -> (chunk, state)`; the chunk has the streams as leading axis, then time.
       observe: `observe(state, chunk, info) -> (state, row)`, for a task that follows the learner, such as a curriculum:
         called after each update with what came of the chunk; `row` is recorded beside the loss. None for the others.
+      held_out: what is kept back, and measured now and then while training; None where there is nothing.
     """
 
     name: str
@@ -34,3 +50,4 @@ class Task(NamedTuple):
     init: Callable[[Array], PyTree]
     sample: Callable[[PyTree, PyTree, Array], tuple[Chunk, PyTree]]
     observe: Callable[[PyTree, Chunk, Info], tuple[PyTree, dict[str, Array]]] | None = None
+    held_out: HeldOut | None = None

@@ -15,7 +15,7 @@ def digits(read: str = "rows", batch_size: int = 50, length: int | None = None, 
       read: "rows" (8 steps of 8 pixels) or "pixels" (64 steps of one).
       batch_size: B, digits at once.
       length: T, steps of a chunk; a whole digit by default, else a number that divides its steps.
-      split: "train" (1,500 digits) or "test" (the other 297).
+      split: "train" (1,500 digits, with the others held out) or "test" (the other 297).
 
     Returns:
       The task; pixels lie between 0 and 1.
@@ -33,5 +33,6 @@ def digits(read: str = "rows", batch_size: int = 50, length: int | None = None, 
     except ImportError as error:
         raise ValueError('the task digits needs scikit-learn: pip install "streamgrad[cli]".') from error
     found: Any = load_digits()
-    part = slice(None, N_TRAIN) if split == "train" else slice(N_TRAIN, None)
-    return image_task("digits", found.images[part], found.target[part], 16, 10, read, batch_size, length)
+    first, rest = ((found.images[part], found.target[part]) for part in (slice(None, N_TRAIN), slice(N_TRAIN, None)))
+    own, kept = (first, rest) if split == "train" else (rest, None)
+    return image_task("digits", *own, 16, 10, read, batch_size, length, kept)

@@ -10,7 +10,7 @@ from streamgrad import heads
 from streamgrad._typing import Array, Int
 from streamgrad.base import Chunk
 from streamgrad.checks import check_choice, check_size
-from streamgrad.lab.tasks.base import Task
+from streamgrad.lab.tasks.base import HeldOut, Task
 
 READINGS = ("rows", "pixels")
 
@@ -43,6 +43,7 @@ def image_task(
     read: str = "rows",
     batch_size: int = 50,
     length: int | None = None,
+    held_out: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Task:
     """Images as a task: a few pixels at each step, and the class of the image as the target of all of them.
 
@@ -55,6 +56,7 @@ def image_task(
       read: "rows" (one at each step) or "pixels" (one at each step).
       batch_size: B, images at once.
       length: T, steps of a chunk; a whole image by default, else a number that divides its steps.
+      held_out: images and labels that are not trained on, but measured; None for none.
 
     Returns:
       The task. Each image is drawn at random, with replacement, and begins with a reset.
@@ -68,7 +70,14 @@ def image_task(
     check_size(length=chunk_length)
     if steps % chunk_length:
         raise ValueError(f"length must divide the {steps} steps of an image, and {length} does not.")
-    data = Images(jnp.asarray(images.reshape(-1, steps, width), jnp.uint8), jnp.asarray(labels, jnp.int32))
+
+    def on_device(images: np.ndarray, labels: np.ndarray) -> Images:
+        return Images(jnp.asarray(images.reshape(-1, steps, width), jnp.uint8), jnp.asarray(labels, jnp.int32))
+
+    kept = None
+    if held_out is not None:
+        check_images(*held_out, brightest, n_classes)
+        kept = _held_out(on_device(*held_out), brightest, batch_size)
 
     def init(key: Array) -> Position:
         del key  # the first sample draws images
@@ -84,7 +93,23 @@ def image_task(
         return Chunk(inputs, targets, reset), Position(image, (state.step + chunk_length) % steps)
 
     head, episodic = heads.softmax(n_classes), chunk_length == steps
-    return Task(name, width, head, batch_size, chunk_length, episodic, data, init, sample)
+    data = on_device(images, labels)
+    return Task(name, width, head, batch_size, chunk_length, episodic, data, init, sample, held_out=kept)
+
+
+def _held_out(data: Images, brightest: int, batch_size: int) -> HeldOut:
+    """Each image once, whole; those that fill up the last batch do not count."""
+    count, steps = data.steps.shape[:2]
+
+    def chunk(data: Images, index: Array) -> Chunk:
+        image = index.astype(jnp.int32) * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+        weight = jnp.repeat((image < count)[:, None].astype(float), steps, axis=1)
+        image = jnp.minimum(image, count - 1)
+        reset = jnp.zeros((batch_size, steps), bool).at[:, 0].set(True)
+        targets = jnp.repeat(data.labels[image][:, None], steps, axis=1)
+        return Chunk(data.steps[image].astype(float) / brightest, targets, reset, weight)
+
+    return HeldOut(data, -(-count // batch_size), chunk)
 
 
 def check_images(images: np.ndarray, labels: np.ndarray, brightest: int, n_classes: int) -> None:

@@ -53,17 +53,21 @@ def mnist(
       read: "rows" (28 steps of 28 pixels) or "pixels" (784 steps of one).
       batch_size: B, digits at once.
       length: T, steps of a chunk; a whole digit by default, else a number that divides its steps.
-      split: "train" (60,000 digits) or "test" (10,000).
+      split: "train" (60,000 digits, with the others held out) or "test" (the other 10,000).
 
     Returns:
       The task; pixels lie between 0 and 1. The files are checked by shape and md5.
     """
     check_split(split)
     where = data_folder(folder)
-    images, labels = (
-        read_idx(find_file(where, FILES[split, part]), FILES[split, part]) for part in ("images", "labels")
-    )
-    return image_task("mnist", images, labels, 255, 10, read, batch_size, length)
+
+    def images_and_labels(split: str) -> tuple[np.ndarray, np.ndarray]:
+        images, labels = (FILES[split, part] for part in ("images", "labels"))
+        return read_idx(find_file(where, images), images), read_idx(find_file(where, labels), labels)
+
+    own = images_and_labels(split)
+    kept = images_and_labels("test") if split == "train" else None
+    return image_task("mnist", *own, 255, 10, read, batch_size, length, kept)
 
 
 def data_folder(folder: str | Path | None) -> Path:

@@ -11,32 +11,42 @@ from streamgrad._typing import Array, Int
 from streamgrad.base import Chunk
 from streamgrad.checks import check_choice, check_size
 from streamgrad.lab.tasks.base import Task
+from streamgrad.lab.tasks.columns import read_series
+from streamgrad.lab.tasks.file_end import next_values, split_end
 
 SETTLE = 64  # first values of a lane, which may lie off the attractor, are left out
+EPISODE = 200  # steps of an episode of a chaotic series, as in published comparisons
 
 
 def series(
     kind: str = "mackey_glass",
     path: str | Path | None = None,
-    episode: int = 200,
+    column: int | str | None = None,
+    episode: int | None = None,
     values: int = 20_000,
     batch_size: int = 8,
     length: int = 1,
     seed: int = 0,
+    held_out: float = 0.1,
 ) -> Task:
     """A series, scaled to mean 0 and variance 1; the target is its next value, and the loss half the squared error.
 
     Args:
       kind: "henon", "mackey_glass" or "lorenz", of which only the first coordinate is seen.
-      path: a text file of numbers, one on each line or separated by commas, in place of `kind`.
-      episode: steps after which state and influence begin anew, as in published comparisons; 0 for never.
+      path: a text file of numbers, in place of `kind`: one on each line, or a table of several columns.
+      column: of a table, which one: its name in the first line, or its number, from 1.
+      episode: steps after which state and influence begin anew; 0 for never. By default 200 for a chaotic series, as in
+        published comparisons, and never for a file, which is one stream until its end.
       values: how many of each lane are computed. At their end a stream starts over, with a reset.
       batch_size: B, streams at once: lanes with starts of their own, or places at equal distances in the file.
       length: T, steps of a chunk. Streams go on across chunks.
       seed: of the starts.
+      held_out: the part at the end of a file that is not trained on, but measured; 0 for none. It is scaled by mean and
+        variance of the rest.
 
     Returns:
-      The task. As the variance is 1, twice its loss is the normalised squared error (NMSE).
+      The task. As the variance is 1, twice its loss is the normalised squared error (NMSE). Of fewer than 20 numbers a
+      tenth cannot be predicted, and nothing is held out.
 
     Example:
       >>> import jax
@@ -45,13 +55,20 @@ def series(
       >>> chunk.inputs.shape, bool((chunk.inputs[:, 1:] == chunk.targets[:, :-1]).all())
       ((2, 3, 1), True)
     """
+    if episode is None:
+        episode = EPISODE if path is None else 0
     check_size(least=0, episode=episode)
     check_size(batch_size=batch_size, length=length)
-    if path is None:
-        lanes = scaled(generate(kind, batch_size, values, np.random.default_rng(seed)))
-    else:
-        lanes = _lanes(read_series(Path(str(path))), batch_size)
-    return series_task(lanes, episode, length)
+    if path is not None:
+        first, last = split_end(read_series(Path(str(path)), column), held_out, "numbers")
+        task = series_task(_lanes(first, batch_size), episode, length)
+        if last is None:
+            return task
+        data = jnp.asarray((last - first.mean()) / first.std(), float)
+        return task._replace(held_out=next_values(data, batch_size, _columns, _columns))
+    if column is not None:
+        raise ValueError(f"column is of a file, and none is given: column {column!r} needs a path.")
+    return series_task(scaled(generate(kind, batch_size, values, np.random.default_rng(seed))), episode, length)
 
 
 def series_task(lanes: np.ndarray, episode: int, length: int) -> Task:
@@ -136,27 +153,8 @@ def scaled(lanes: np.ndarray) -> np.ndarray:
     return (lanes - lanes.mean(axis=1, keepdims=True)) / lanes.std(axis=1, keepdims=True)
 
 
-def read_series(path: Path) -> np.ndarray:
-    """The numbers of a file, in their order; a sentence where it has none, or one that is not finite."""
-    try:
-        words = path.read_text(encoding="utf-8").replace(",", " ").split()
-    except OSError as error:
-        raise ValueError(f"the series {path} cannot be read, {error.strerror}: name a file of numbers.") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8, at byte {error.start}: convert it first.") from error
-    found = np.empty(len(words))
-    for place, word in enumerate(words):
-        try:
-            found[place] = float(word)
-        except ValueError:
-            raise ValueError(
-                f"the series {path} has {word!r} where a number should be, at place {place + 1}."
-            ) from None
-        if not np.isfinite(found[place]):
-            raise ValueError(
-                f"the series {path} has {word!r} at place {place + 1}: leave out or fill in what is missing."
-            )
-    return found
+def _columns(values: Array) -> Array:
+    return values[..., None]
 
 
 def _lanes(found: np.ndarray, batch_size: int) -> np.ndarray:

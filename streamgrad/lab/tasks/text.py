@@ -11,18 +11,21 @@ from streamgrad._typing import Array, Int
 from streamgrad.base import Chunk
 from streamgrad.checks import check_size
 from streamgrad.lab.tasks.base import Task
+from streamgrad.lab.tasks.file_end import next_values, split_end
 
 
-def text(path: str | Path, batch_size: int = 50, length: int = 10) -> Task:
+def text(path: str | Path, batch_size: int = 50, length: int = 10, held_out: float = 0.1) -> Task:
     """Characters of a text, one-hot; the target is the next character.
 
     Args:
       path: a file in UTF-8. Its vocabulary is the set of characters in it, in the order of their code points.
       batch_size: B, streams at once. They begin at equal distances in the text, from a place that is drawn at random.
       length: T, steps of a chunk. Streams go on across chunks; at the end of the text they start over, with a reset.
+      held_out: the part at the end of the text that is not trained on, but measured; 0 for none. The vocabulary is that
+        of the whole text.
 
     Returns:
-      The task.
+      The task. Of fewer than 20 characters a tenth cannot be predicted, and nothing is held out.
 
     Example:
       >>> import pathlib, tempfile, jax
@@ -34,7 +37,15 @@ def text(path: str | Path, batch_size: int = 50, length: int = 10) -> Task:
     """
     check_size(batch_size=batch_size, length=length)
     vocabulary, codes = read_text(Path(str(path)))
-    return text_task(vocabulary, codes, batch_size, length)
+    first, last = split_end(codes, held_out, "characters")
+    task = text_task(vocabulary, first, batch_size, length)
+    if last is None:
+        return task
+
+    def one_hot(codes: Array) -> Array:
+        return jax.nn.one_hot(codes, len(vocabulary), dtype=float)
+
+    return task._replace(held_out=next_values(jnp.asarray(last, jnp.int32), batch_size, one_hot, lambda codes: codes))
 
 
 def text_task(vocabulary: str, codes: np.ndarray, batch_size: int, length: int) -> Task:

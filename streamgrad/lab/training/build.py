@@ -7,9 +7,11 @@ from typing import Any
 import optax
 
 from streamgrad import cells
-from streamgrad.base import Model
-from streamgrad.checks import check_choice, check_size
+from streamgrad.base import Cell, Model
+from streamgrad.checks import accepts, check_choice, check_size
+from streamgrad.lab import own
 from streamgrad.lab.tasks import Task, find_task
+from streamgrad.trees import kind_of
 
 CELLS = ("lstm", "gru", "vanilla", "elstm", "mingru", "lru", "rtu", "lif")
 OPTIMIZERS = ("adam", "rmsprop", "sgd")
@@ -25,7 +27,7 @@ def make_task(
     """The task of that name.
 
     Args:
-      name: one of `streamgrad.lab.tasks.TASKS`.
+      name: one of `streamgrad.lab.tasks.TASKS`, or MODULE:FUNCTION.
       options: its own, by name.
       batch_size: B, or None for the task's own number.
       length: T, likewise.
@@ -39,14 +41,41 @@ def make_task(
 
 
 def make_model(cell: str, hidden: int, layers: int, task: Task) -> Model:
-    """The cell of that name, stacked if need be, and the task's head."""
-    check_choice("cell", cell, CELLS)
+    """The model of a cell, stacked if need be, and the task's head.
+
+    Args:
+      cell: one of `CELLS`; or MODULE:FUNCTION, such as "mine:leaky" for the function `leaky` of `mine.py` in the
+        current folder, or of an installed module, which is called as `leaky(n_in, n_hidden)` and returns a `Cell`.
+      hidden: units of each layer.
+      layers: how many.
+      task: what it is for.
+
+    Returns:
+      The model.
+    """
+    if not own.is_own(cell):
+        check_choice("cell", cell, (*CELLS, own.FORM))
     check_size(layers=layers)
     stacked, n_in = [], task.n_in
     for _ in range(layers):
-        stacked.append(getattr(cells, cell)(n_in, hidden))
+        stacked.append(_own_cell(cell, n_in, hidden) if own.is_own(cell) else getattr(cells, cell)(n_in, hidden))
         n_in = Model(stacked[-1], task.head).width  # not always `hidden`: complex units have two outputs
     return Model(stacked[0] if layers == 1 else cells.stack(*stacked), task.head)
+
+
+def _own_cell(name: str, n_in: int, n_hidden: int) -> Cell:
+    function = own.find_function(name)
+    if not accepts(function, "n_in", "n_hidden"):
+        called = name.rpartition(":")[2]
+        raise ValueError(f"{name} must be a function that is called as {called}(n_in, n_hidden).")
+    check_size(n_hidden=n_hidden)
+    cell = own.call(name, function, n_in, n_hidden)
+    if not isinstance(cell, Cell):
+        raise ValueError(
+            f"{name} must return a Cell, such as streamgrad.cells.from_function, from_flax or from_equinox makes, not "
+            f"{kind_of(cell)}."
+        )
+    return cell
 
 
 def make_optimizer(

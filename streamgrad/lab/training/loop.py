@@ -6,7 +6,7 @@ stopping are the caller's, between two calls of the compiled program.
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,7 +21,8 @@ from streamgrad.checks import check_size
 from streamgrad.lab.tasks.base import Task
 from streamgrad.lab.training import processes
 
-RESERVED = ("update", "seed", "stopped", "loss", "gradient_norm")
+HELD_OUT = "held_out_loss"  # measured at the end of some rows, and NaN in the others
+RESERVED = ("update", "seed", "stopped", "loss", "gradient_norm", HELD_OUT)
 
 Row = dict[str, Array]
 Rows = dict[str, np.ndarray]  # [seeds, rows, ...]
@@ -58,8 +59,8 @@ def begin(
     model: Model, task: Task, estimator: GradientEstimator, optimizer: optax.GradientTransformation, key: Array
 ) -> TrainState:
     """The state before the first update; `vmap` over keys gives several seeds."""
-    init_key, task_key, run_key = jax.random.split(key, 3)
-    params = model.init(init_key)
+    _, task_key, run_key = jax.random.split(key, 3)
+    params = model.init(init_key(key))
     return TrainState(
         jnp.zeros((), jnp.int32),
         jax.random.key_data(run_key),
@@ -70,6 +71,21 @@ def begin(
         jnp.full((), -1, jnp.int32),
         jnp.full((), jnp.nan, jnp.float32),
     )
+
+
+def init_key(key: Array) -> Array:
+    """That of the parameters, from a seed's."""
+    return jax.random.split(key, 3)[0]
+
+
+def data_key(ts: TrainState, update: Array) -> Array:
+    """That of the chunk of an update, whichever has been made last."""
+    return _keys(ts, update)[0]
+
+
+def _keys(ts: TrainState, update: Array) -> Array:
+    """Those of the chunk and of the noise of an update."""
+    return jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(ts.key), update))
 
 
 def no_summary(chunk: Chunk, info: Info, grads: Params) -> Row:
@@ -100,8 +116,8 @@ def training_step(
 
     @jax.jit
     def step(data: PyTree, ts: TrainState) -> tuple[TrainState, Row]:
-        data_key, noise_key = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(ts.key), ts.step))
-        chunk, task_state = task.sample(data, ts.task, data_key)
+        chunk_key, noise_key = _keys(ts, ts.step)
+        chunk, task_state = task.sample(data, ts.task, chunk_key)
         grads, estimator_state, info = estimator.update(ts.params, ts.estimator, chunk, noise_key)
         grads = jax.tree.map(lambda leaf: leaf / task.length, grads)
         updates, optimizer_state = optimizer.update(grads, ts.optimizer, ts.params)
@@ -129,7 +145,13 @@ def training_step(
 
 
 def calls(
-    step: StepFn, data: PyTree, ts: TrainState, updates: int, until: int, every: int = 1, seconds: float | None = None
+    step: StepFn,
+    data: PyTree,
+    ts: TrainState,
+    updates: int,
+    until: Sequence[int],
+    every: int = 1,
+    seconds: float | None = None,
 ) -> Iterator[tuple[TrainState, Rows]]:
     """Train several seeds at once, in calls of one program, which is compiled before the first of them.
 
@@ -140,7 +162,7 @@ def calls(
       data: the task's.
       ts: with a leading axis for seeds on every leaf; a run goes on from `ts.step`.
       updates: at which update to end.
-      until: no call goes past a multiple of it.
+      until: no call goes past a multiple of any of these.
       every: calls end at a multiple of it, unless that many updates take longer than `seconds`.
       seconds: about how long a call takes; None for calls as long as they may be.
 
@@ -148,7 +170,7 @@ def calls(
       An iterator over calls: the state after it, and the rows of its updates as arrays `[seeds, updates, ...]`, with
       the number of updates made as `update`, and as `stopped` that of `TrainState`.
     """
-    check_size(updates=updates, until=until, every=every)
+    check_size(updates=updates, every=every)
     # What is weakly typed at first and not after the first call would be a second program.
     ts = jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), ts)
     capacity = _capacity(_recorded(step, data, ts), ts.step.shape[0])
@@ -160,7 +182,7 @@ def calls(
     def advance(ts: TrainState, done: int) -> Iterator[tuple[TrainState, Rows]]:
         wanted = capacity if seconds is None else 1
         while done < updates:
-            end = min(done + wanted, done - done % until + until, updates)
+            end = min(done + wanted, updates, *(done - done % each + each for each in until))
             if end - end % every > done:
                 end -= end % every
             end = processes.agreed(end)  # which a clock has a say in
@@ -227,7 +249,7 @@ def run(
             f"updates and updates_per_call must be multiples of every, {every}, not {updates} and {updates_per_call}."
         )
     averages, gathered = Averages(every), []
-    made = calls(step, data, ts, updates, updates_per_call, every)
+    made = calls(step, data, ts, updates, [updates_per_call], every)
     for ts, found in made:
         gathered.append(averages.add(found))
         done = int(found["update"][0, -1])
@@ -257,14 +279,14 @@ class Averages:
         self._left: Rows = {}
 
     def add(self, found: Rows) -> Rows:
-        """The rows that are whole now, `[seeds, rows, ...]`; `update` and `stopped` are of a row's last update."""
+        """The rows that are whole now, `[seeds, rows, ...]`; what is not averaged is that of a row's last update."""
         rows: Rows = {}
         for name, new in found.items():
             joined = np.concatenate([self._left[name], new], axis=1) if name in self._left else new
             whole = joined.shape[1] - joined.shape[1] % self.every
             self._left[name] = joined[:, whole:]
             parts = joined[:, :whole].reshape(len(joined), -1, self.every, *joined.shape[2:])
-            rows[name] = parts[:, :, -1] if name in ("update", "stopped") else _mean(parts)
+            rows[name] = parts[:, :, -1] if name in ("update", "stopped", HELD_OUT) else _mean(parts)
         return rows
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from streamgrad.lab.files import replace_text
 from streamgrad.lab.tables import numbers, read_columns
 from streamgrad.lab.training.checkpoint import REMEDY
+from streamgrad.lab.training.loop import HELD_OUT
 
 CSV = "metrics.csv"
 _log = logging.getLogger("streamgrad")
@@ -52,18 +53,24 @@ class Writer:
         for at in range(rows["update"].shape[1]):
             for index, seed in enumerate(self.seeds):
                 if rows["stopped"][index, at] < 0:
-                    # numpy writes the shortest decimals that give back the same number in its own precision.
-                    values = [rows["update"][index, at], seed, *(column[index, at] for column in columns.values())]
-                    self._csv.write(",".join(map(str, values)) + "\n")
+                    cells = [_cell(name, column[index, at]) for name, column in columns.items()]
+                    self._csv.write(",".join([str(rows["update"][index, at]), str(seed), *cells]) + "\n")
         self._csv.flush()
         os.fsync(self._csv.fileno())
 
 
-def cut(folder: Path, rows: Sequence[tuple[int, int]]) -> None:
+def _cell(name: str, value: np.generic) -> str:
+    """numpy writes the shortest decimals that give back the same number in its own precision."""
+    return "" if name == HELD_OUT and np.isnan(value) else str(value)
+
+
+def cut(folder: Path, rows: Sequence[tuple[int, int]], unmeasured: bool = False) -> None:
     """Keep the rows up to a checkpoint, and drop what a killed run wrote past it.
 
     Args:
       folder: of the run.
+      unmeasured: whether the last of them lose their held-out loss: it was measured as the run had ended there, and now
+        it goes on.
       rows: the update and seed of each row up to the checkpoint, in order. ValueError where the file lacks one of them:
         they cannot be made again.
     """
@@ -86,7 +93,17 @@ def cut(folder: Path, rows: Sequence[tuple[int, int]]) -> None:
             )
     if any(_key(line, fields) is None for line in lines[1 + len(rows) :]):
         _log.warning("%s: what followed the checkpoint's rows was no row of metrics and is dropped.", path)
-    replace_text(path, "".join(lines[: 1 + len(rows)]))
+    kept = lines[: 1 + len(rows)]
+    if unmeasured:
+        last = f"{rows[-1][0]},"
+        kept = [_without(lines[0], line) if line.startswith(last) else line for line in kept]
+    replace_text(path, "".join(kept))
+
+
+def _without(header: str, line: str) -> str:
+    """A row with nothing in the column of the held-out loss."""
+    names, cells = header.rstrip("\n").split(","), line.rstrip("\n").split(",")
+    return ",".join("" if name == HELD_OUT else cell for name, cell in zip(names, cells, strict=True)) + "\n"
 
 
 def has_rows(folder: Path) -> bool:
@@ -115,8 +132,8 @@ def read(path: Path | str, cut_off: bool = False) -> dict[str, np.ndarray]:
 
 
 def _spread(rows: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """Columns of one number per row: loss and gradient norm, then the summary's by name, as jax sorts dictionaries."""
-    first = ["loss", "gradient_norm"]
+    """Columns of one number per row: ours first, then the summary's by name, as jax sorts dictionaries."""
+    first = ["loss", "gradient_norm", *([HELD_OUT] if HELD_OUT in rows else [])]
     for name in first + [name for name in rows if name not in (*first, "update", "stopped")]:
         values = np.asarray(rows[name])
         for index in np.ndindex(values.shape[2:]):

@@ -21,14 +21,16 @@ from streamgrad.lab.files import check_room
 from streamgrad.lab.manifest import Manifest, check_same, new_manifest, resumed, save_manifest
 from streamgrad.lab.progress import COMPILING, Show
 from streamgrad.lab.tasks.base import Task
+from streamgrad.lab.tasks.checking import check_task
 from streamgrad.lab.training import metrics, processes
 from streamgrad.lab.training.checkpoint import KEPT, REMEDY, Checkpoints
 from streamgrad.lab.training.loop import Averages, Rows, Summary, TrainState, begin, calls, no_summary, training_step
+from streamgrad.lab.training.measure import held_out_loss, measured_every, untrained_loss, with_held_out
 
 CHECKPOINT = "checkpoint"
 CALL_SECONDS = 1.0  # how often rows are written and progress is shown, and how long a Ctrl-C may have to wait
 CHECKPOINT_SECONDS = 20.0
-RISE = 2.0  # a loss that ends above so many times that of the first update, which is chance, has exploded
+RISE = 2.0  # a loss that ends above so many times that of the untrained network has exploded
 _log = logging.getLogger("streamgrad")
 
 
@@ -128,7 +130,7 @@ def train(
       >>> from streamgrad.lab.tasks import find_task
       >>> task = find_task("queue", delay=2, batch_size=4, length=3)
       >>> model = sg.Model(sg.cells.vanilla(task.n_in, 5), task.head)
-      >>> est = sg.batched(sg.uoro(model), task.batch_size)
+      >>> est = sg.batched(sg.rtrl(model), task.batch_size)
       >>> folder = tempfile.mkdtemp()
       >>> plan = Plan(updates=4, every=2, seeds=2, checkpoints=False)
       >>> outcome = train(folder, plan, model, task, est, optax.sgd(0.1))
@@ -139,6 +141,8 @@ def train(
     template = _template(plan, model, task, estimator, optimizer)
     shardings = processes.shardings_of(estimator, template)
     check_room(folder, _size(plan, template))
+    check_task(task)
+    held_out_every = measured_every(task, plan.every)
     manifest = new_manifest("training", {**(describe or {}), "plan": dataclasses.asdict(plan)})
     begun = resumed(folder, manifest, resume, also=(metrics.CSV, CHECKPOINT))
     if begun is not None:
@@ -155,7 +159,8 @@ def train(
         done, ts = 0, _begin(plan, shardings, model, task, estimator, optimizer)
     processes.together("begin")  # all have looked into the folder
     if processes.first():
-        metrics.cut(folder, _rows_until(plan, done, np.asarray(ts.stopped)))
+        unmeasured = held_out_every is not None and done < plan.updates and done % held_out_every > 0
+        metrics.cut(folder, _rows_until(plan, done, np.asarray(ts.stopped)), unmeasured)
         save_manifest(folder, manifest)
     processes.together("written")
     if checkpoints and saved is None:  # before the first row: rows without a checkpoint mean that it was lost
@@ -163,14 +168,16 @@ def train(
     if done < plan.updates and np.any(np.asarray(ts.stopped) < 0):
         if progress:
             progress(done, plan.updates, COMPILING)
-        until = plan.checkpoint_every or plan.updates
+        until = [each for each in (plan.checkpoint_every, held_out_every) if each is not None]
         step = training_step(task, estimator, optimizer, summarise)
         made = calls(step, task.data, ts, plan.updates, until, plan.every, CALL_SECONDS)
+        if held_out_every is not None:
+            made = with_held_out(made, held_out_loss(model, task, ts), held_out_every, plan.updates)
         seeds = range(plan.seed, plan.seed + plan.seeds)
         with metrics.Writer(folder, seeds) if processes.first() else contextlib.nullcontext() as writer:
             ts = _go_on(plan, done, ts, made, writer, checkpoints, progress)
     processes.together("end")
-    return _end(plan, ts, folder)
+    return _end(plan, ts, folder, model, task)
 
 
 def _go_on(
@@ -228,11 +235,11 @@ def _rows_until(plan: Plan, done: int, stopped: np.ndarray) -> list[tuple[int, i
     return [(update, seed) for update in range(plan.every, done + 1, plan.every) for seed, end in ends if update <= end]
 
 
-def _end(plan: Plan, ts: TrainState, folder: Path) -> Outcome:
+def _end(plan: Plan, ts: TrainState, folder: Path, model: Model, task: Task) -> Outcome:
     stopped = [int(at) if at >= 0 else None for at in np.asarray(ts.stopped)]
     columns = metrics.read(folder) if None in stopped else {}  # where all have stopped there may be no row
-    first = np.asarray(ts.first_loss)
-    risen = [None if at is not None else _rise(columns, plan.seed + i, float(first[i])) for i, at in enumerate(stopped)]
+    last = [_last_loss(columns, plan.seed + index) if at is None else None for index, at in enumerate(stopped)]
+    risen = _risen(plan, ts, model, task, last)
     for sentence in filter(None, risen):
         _log.warning("%s", sentence)
     outcome = Outcome(ts, stopped, folder, risen)
@@ -242,13 +249,33 @@ def _end(plan: Plan, ts: TrainState, folder: Path) -> Outcome:
     return outcome
 
 
-def _rise(columns: Mapping[str, np.ndarray], seed: int, first: float) -> str | None:
-    """How far a seed's loss rose, in words, if it ended at more than `RISE` times that of the first update."""
+def _risen(plan: Plan, ts: TrainState, model: Model, task: Task, last: list[float | None]) -> list[str | None]:
+    """For each seed how far its loss rose, in words, if it ended at more than `RISE` times the untrained network's.
+
+    The loss of the first update, which costs nothing, clears most. It convicts none: the first targets may be easier
+    than those to come, as where they are zero until there is something to recall.
+    """
+    suspects = {
+        index: loss
+        for index, (loss, first) in enumerate(zip(last, np.asarray(ts.first_loss), strict=True))
+        if loss is not None and loss > RISE * abs(float(first))
+    }
+    if not suspects:
+        return [None] * plan.seeds
+    untrained = untrained_loss(model, task, ts, _seeds(plan))
+    return [
+        f"seed {plan.seed + index} has learnt nothing: its loss rose from {before:.4g}, that of the untrained network, "
+        f"to {suspects[index]:.4g}; try a lower learning rate"
+        if index in suspects and suspects[index] > RISE * abs(before)
+        else None
+        for index, before in enumerate(untrained.tolist())
+    ]
+
+
+def _last_loss(columns: Mapping[str, np.ndarray], seed: int) -> float:
+    """Over the last tenth of its rows, as single ones are noisy."""
     loss = columns["loss"][columns["seed"] == seed]
-    last = np.mean(loss[-max(1, len(loss) // 10) :])  # single rows are noisy
-    if not last > RISE * abs(first):
-        return None
-    return f"seed {seed} has learnt nothing: its loss rose from {first:.4g} to {last:.4g}; try a lower learning rate"
+    return float(np.mean(loss[-max(1, len(loss) // 10) :]))
 
 
 def _stop_message(seed: int, made: int) -> str:

@@ -104,7 +104,7 @@ def train_lanes(
 
     show(0, every * points, COMPILING)
     ts = start(*(jnp.asarray(column) for column in zip(*lanes, strict=True)))
-    made = calls(step, task.data, ts, every * points, every, every)  # compiles
+    made = calls(step, task.data, ts, every * points, [every], every)  # compiles
     averages, rows, begun = Averages(every), [], time.monotonic()
     for _, found in made:
         table, seconds = averages.add(found), time.monotonic() - begun
