@@ -137,6 +137,8 @@ def run_process(command: Callable[[], int]) -> NoReturn:
             code = command()
     except SystemExit as stop:
         code = stop.code
+    except OSError as error:  # of what it prints: a command answers for its files itself
+        code = int(_lost(error))
     except BaseException as error:
         if not _now.asked:
             sys.excepthook(type(error), error, error.__traceback__)
@@ -154,12 +156,17 @@ def _flush(stream: Any) -> bool:
     try:
         if stream is not None:  # as it is if it was closed before Python began
             stream.flush()
-    except BrokenPipeError:  # nobody wants to read more, as after `head`
-        return False
     except (OSError, ValueError) as error:
-        _tell(f"streamgrad: the output could not be written: {getattr(error, 'strerror', None) or error}.")
-        return True
+        return _lost(error)
     return False
+
+
+def _lost(error: OSError | ValueError) -> bool:
+    """Say why what was printed is lost; false where nobody wants to read more, as after `head`."""
+    if isinstance(error, BrokenPipeError):
+        return False
+    _tell(f"streamgrad: the output could not be written: {getattr(error, 'strerror', None) or error}.")
+    return True
 
 
 def say_stopped() -> int:

@@ -135,7 +135,14 @@ def test_a_handler_that_a_library_has_set_is_replaced():
 
 
 def test_without_ctrl_c_the_code_is_the_commands():
-    for body, code in (("return 7", 7), ("sys.exit(3)", 3), ("raise TypeError('mine')", 1), ("pass", 0)):
+    bodies = {
+        "return 7": 7,
+        "sys.exit(3)": 3,
+        "raise TypeError('mine')": 1,
+        "pass": 0,
+        "sys.stdout = None; return 4": 4,
+    }
+    for body, code in bodies.items():
         process = start(body)
         _, error = process.communicate(timeout=30)
         assert process.returncode == code and ("TypeError: mine" in error) == (code == 1)
