@@ -1,4 +1,6 @@
-"""Ctrl-C: a command stops where nothing is lost, says what is kept, and always ends.
+"""Ctrl-C and SIGTERM: a command stops where nothing is lost, says what is kept, and always ends.
+
+SIGTERM is how a scheduler takes a machine back: it asks for what a first Ctrl-C asks for, however often it is sent.
 
 Python runs a signal handler between two bytecodes of the main thread. A compiled call may keep it waiting, and an
 exception raised there may be lost in a callback. So a thread listens too: it answers at once, ends the process on a
@@ -18,7 +20,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-CODE = 130  # what a shell reports for a command that Ctrl-C has ended
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALLED = 128  # and the number of the signal is what a shell reports for a command that a signal has ended
 GRACE = 1.0  # seconds that the main thread has for its clean-up
 _SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 
@@ -26,8 +29,9 @@ _SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 class _Now:
     """Where this process stands; signals are the process's, so there is one of these."""
 
-    asked = False  # Ctrl-C has been pressed
-    pending = False  # and waits for the end of a `hold`
+    asked = False  # to stop, by Ctrl-C or SIGTERM
+    code = SIGNALLED + signal.SIGINT  # the exit code, after the first of them
+    pending = False  # it waits for the end of a `hold`
     held = 0
     process = False  # the command is the whole of this process
     said = False
@@ -36,11 +40,28 @@ class _Now:
 
 _now = _Now()
 _talking = threading.Lock()
+_last: list[Callable[[], None]] = []  # what is done before the process ends at once
 
 
 def asked() -> bool:
-    """Whether Ctrl-C has been pressed since the command began."""
+    """Whether Ctrl-C has been pressed, or SIGTERM has come, since the command began."""
     return _now.asked
+
+
+def code() -> int:
+    """The exit code that a command has been asked to end with, 130 or 143; 0 where it has not."""
+    return _now.code if _now.asked else 0
+
+
+def ask(code: int) -> None:
+    """Say that another process of the same run has been asked to stop; the caller then raises KeyboardInterrupt."""
+    if not _now.asked:
+        _now.asked, _now.code = True, code
+
+
+def before_the_end(clean_up: Callable[[], None]) -> None:
+    """Add a function that is called, in any thread, before the process is ended in the middle of its work."""
+    _last.append(clean_up)
 
 
 def on_stop(words: Callable[[], str]) -> None:
@@ -50,7 +71,7 @@ def on_stop(words: Callable[[], str]) -> None:
 
 @contextlib.contextmanager
 def hold() -> Iterator[None]:
-    """Put off a first Ctrl-C to the end of the block, where it raises KeyboardInterrupt.
+    """Put off a first Ctrl-C, or SIGTERM, to the end of the block, where it raises KeyboardInterrupt.
 
     For a compiled call and the writing of what came of it. Outside a command of the command line it does nothing.
 
@@ -71,20 +92,29 @@ def hold() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling() -> Iterator[None]:
-    """Handle Ctrl-C as this module does for as long as the block lasts, in the main thread alone."""
+    """Handle Ctrl-C and SIGTERM as this module does for as long as the block lasts, in the main thread alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _now.__dict__.clear()
-    before, unraisable = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    before, unraisable = {number: signal.getsignal(number) for number in SIGNALS}, sys.unraisablehook
     # A handler of our own: asyncio, under checkpoints, replaces Python's, and may lose a Ctrl-C.
-    signal.signal(signal.SIGINT, _interrupt)
+    for number in SIGNALS:
+        signal.signal(number, _interrupt)
     sys.unraisablehook = lambda lost: None if lost.exc_type is KeyboardInterrupt else unraisable(lost)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in SIGNALS:
+            signal.signal(number, before[number])
         sys.unraisablehook = unraisable
+
+
+def handle_again() -> None:
+    """Take the signals back from a library that has set handlers of its own past Python, as JAX does for SIGTERM."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is _interrupt:
+            signal.signal(number, _interrupt)
 
 
 def run_process(command: Callable[[], int]) -> NoReturn:
@@ -94,7 +124,7 @@ def run_process(command: Callable[[], int]) -> NoReturn:
       command: returns the exit code.
 
     Returns:
-      Never: the process ends with that code, or with 130 after Ctrl-C.
+      Never: the process ends with that code, or with 130 after Ctrl-C and 143 after SIGTERM.
     """
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
@@ -107,16 +137,36 @@ def run_process(command: Callable[[], int]) -> NoReturn:
             code = command()
     except SystemExit as stop:
         code = stop.code
+    except OSError as error:  # of what it prints: a command answers for its files itself
+        code = int(_lost(error))
     except BaseException as error:
         if not _now.asked:
             sys.excepthook(type(error), error, error.__traceback__)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     if _now.asked:
         code = say_stopped()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or a pipe that nobody reads
+    code = code if isinstance(code, int) else 0 if code is None else 1
+    lost = [_flush(stream) for stream in (sys.stdout, sys.stderr)]
+    os._exit(code or int(any(lost)))
+
+
+def _flush(stream: Any) -> bool:
+    """Hand over what was printed; true, after a sentence, where it is lost."""
+    try:
+        if stream is not None:  # as it is if it was closed before Python began
             stream.flush()
-    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+    except (OSError, ValueError) as error:
+        return _lost(error)
+    return False
+
+
+def _lost(error: OSError | ValueError) -> bool:
+    """Say why what was printed is lost; false where nobody wants to read more, as after `head`."""
+    if isinstance(error, BrokenPipeError):
+        return False
+    _tell(f"streamgrad: the output could not be written: {getattr(error, 'strerror', None) or error}.")
+    return True
 
 
 def say_stopped() -> int:
@@ -125,7 +175,7 @@ def say_stopped() -> int:
         if not _now.said:
             _now.said = True
             print(_words(), file=sys.stderr, flush=True)
-    return CODE
+    return _now.code
 
 
 def _words() -> str:
@@ -136,7 +186,10 @@ def _words() -> str:
 
 
 def _interrupt(number: int, frame: types.FrameType | None) -> None:
-    first, _now.asked = not _now.asked, True
+    first = not _now.asked
+    ask(SIGNALLED + number)
+    if number == signal.SIGTERM and not first:  # schedulers may send it to a process, and to all of its group
+        return
     if _now.held and first:
         _now.pending = True
     elif _now.process and _importing(frame):  # where an exception would become a traceback of a module half made
@@ -156,15 +209,21 @@ def _importing(frame: types.FrameType | None) -> bool:
 
 def _listen(pipe: socket.socket) -> None:
     """In a thread of its own: one byte arrives for each signal, even while the main thread is in a compiled call."""
-    pressed, deadline = 0, float("inf")
+    pressed: list[int] = []
+    deadline = float("inf")
     while True:
-        wait = None if pressed == 0 else max(0.0, deadline - time.monotonic())
+        wait = max(0.0, deadline - time.monotonic()) if pressed else None
         if select.select([pipe], [], [], wait)[0]:
-            pressed += pipe.recv(64).count(signal.SIGINT)
-            if pressed > 1:
+            pressed += [number for number in pipe.recv(64) if number in SIGNALS]
+            if not pressed:
+                continue
+            if not _now.asked:  # the main thread has not been able to
+                _now.code = SIGNALLED + pressed[0]
+            if signal.SIGINT in pressed[1:]:
                 _end_now()
-            if pressed and _now.held:
-                _tell("stopping after the running call; Ctrl-C again ends at once.")
+            if _now.held and len(pressed) == 1:
+                again = "Ctrl-C again" if pressed[0] == signal.SIGINT else "Ctrl-C"
+                _tell(f"stopping after the running call; {again} ends at once.")
             deadline = time.monotonic() + GRACE
         elif _now.held:
             deadline = time.monotonic() + GRACE
@@ -174,15 +233,17 @@ def _listen(pipe: socket.socket) -> None:
 
 def _end_now() -> None:
     """End the process while the main thread is busy: what it has not written is made again when the run goes on."""
-    if _talking.acquire(timeout=GRACE):  # or the main thread hangs while it says the same
-        if not _now.said:
-            _tell(_words())
-        os._exit(CODE)
-    os._exit(CODE)
+    # If the main thread is about to say the same, it may be for ever.
+    if _talking.acquire(timeout=GRACE) and not _now.said:
+        _tell(_words())
+    for clean_up in _last:
+        with contextlib.suppress(Exception):
+            clean_up()
+    os._exit(_now.code)
 
 
 def _tell(words: str) -> None:
     """Past Python's own buffers, whose locks the main thread may hold."""
     shown = f"{_SHOW_CURSOR}\n{words}\n" if os.isatty(2) else f"{words}\n"
     with contextlib.suppress(OSError):
-        os.write(2, shown.encode())
+        os.write(2, shown.encode(errors="backslashreplace"))

@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any
 from streamgrad.lab.files import replace_text
 
 FILE = "run.json"
-FORMAT = 2
+# Of all files of a run; to be raised when one of them, or the memory in a checkpoint, gets another structure.
+FORMAT = 3
+READABLE = (2, 3)
+DEEPEST = 100  # levels of a manifest, which a program may walk down
 PACKAGES = ("streamgrad", "jax", "jaxlib", "numpy", "optax", "matplotlib")
 
 
@@ -28,6 +32,8 @@ class Manifest:
       device: what computed, in words.
       notes: what else may be of interest, such as the command and when it began.
       experiments: by name, `config` (plain values), `seconds` (so far) and `done`; empty for training.
+      data_hash: of the data that is trained on, see `streamgrad.lab.tasks.base.digest`; empty where it is not known.
+      format: that of the files.
     """
 
     kind: str
@@ -36,16 +42,24 @@ class Manifest:
     device: str
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     experiments: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    data_hash: str = ""
+    format: int = FORMAT
+
+    @property
+    def made_by(self) -> str:
+        """The version that has made the run, in words."""
+        return f"streamgrad {self.versions.get('streamgrad', 'of an unknown version')}, format {self.format}"
 
 
-def new_manifest(kind: str, describe: Mapping[str, Any], **notes: Any) -> Manifest:
+def new_manifest(kind: str, describe: Mapping[str, Any], data_hash: str = "", **notes: Any) -> Manifest:
     """That of a run which begins now, on this machine."""
-    return Manifest(kind, plain(describe), versions(), device(), plain(notes))
+    return Manifest(kind, plain(describe), versions(), device(), plain(notes), data_hash=data_hash)
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `folder/run.json`."""
-    replace_text(folder / FILE, json.dumps({"format": FORMAT, **dataclasses.asdict(manifest)}, indent=2) + "\n")
+    written = {"format": FORMAT, **dataclasses.asdict(dataclasses.replace(manifest, format=FORMAT))}
+    replace_text(folder / FILE, json.dumps(written, indent=2) + "\n")
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -64,15 +78,77 @@ def load_manifest(folder: Path) -> Manifest:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of JSON or of UTF-8
         raise ValueError(f"{path} is not a whole JSON file ({error}).") from None
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
-        raise ValueError(f"{path} is not of format {FORMAT}, the one that this version of streamgrad reads.")
-    fields = {field.name: dict for field in dataclasses.fields(Manifest)} | {"kind": str, "device": str}
+    except RecursionError:
+        found = None
+    if found is None or _depth(found) > DEEPEST:
+        raise ValueError(f"{path} is no manifest of a run: it is nested more than {DEEPEST} levels deep.")
+    if not isinstance(found, dict) or found.get("format") not in READABLE:
+        raise ValueError(_foreign(path, found))
+    fields = {field.name: dict for field in dataclasses.fields(Manifest)}
+    fields |= {"kind": str, "device": str, "data_hash": str, "format": int}
+    if found["format"] == 2:
+        found.setdefault("data_hash", "")
     if set(found) != set(fields) or not all(isinstance(found[name], kind) for name, kind in fields.items()):
         raise ValueError(f"{path} must have the fields {', '.join(sorted(fields))}.")
-    for name, entry in found["experiments"].items():
-        if not isinstance(entry, dict) or set(entry) != {"config", "seconds", "done"}:
-            raise ValueError(f"{path}: the experiment {name!r} must have the fields config, seconds and done.")
+    for where, value, kinds, words in _values(found):
+        if type(value) not in kinds:
+            raise ValueError(f"{path}: {where} must be {words}, not {value!r}.")
     return Manifest(**found)
+
+
+def _foreign(path: Path, found: Any) -> str:
+    """What to say of a file that is of no format that can be read."""
+    formats = " or ".join(map(str, READABLE))
+    number = found.get("format") if isinstance(found, dict) else None
+    version = found.get("versions") if isinstance(found, dict) else None
+    version = version.get("streamgrad") if isinstance(version, dict) else None
+    maker = f", made by streamgrad {version}," if isinstance(version, str) else ""
+    has = f"of format {number}{maker} and" if type(number) is int else "not"
+    return f"{path} is {has} not of format {formats}, which this version of streamgrad reads."
+
+
+def _values(found: dict[str, Any]) -> Iterator[tuple[str, Any, tuple[type, ...], str]]:
+    """The values that programs count on: where they are, what they are, and what they must be, by type and in words."""
+    describe, notes = found["describe"], found["notes"]
+    for name, version in found["versions"].items():
+        yield f"versions.{name}", version, (str,), "text"
+    if found["kind"] == "training":
+        plan = describe.get("plan")
+        yield "plan", plan, (dict,), "an object"
+        for name, value in plan.items():
+            if name in ("updates", "every", "seeds", "seed"):
+                yield f"plan.{name}", value, (int,), "a whole number"
+        yield "plan.checkpoint_every", plan.get("checkpoint_every"), (int, type(None)), "a whole number or null"
+        yield "plan.checkpoints", plan.get("checkpoints", True), (bool,), "true or false"
+    if found["kind"] == "experiments":
+        yield "describe.preset", describe.get("preset"), (str,), "text"
+        for name in ("command", "started"):
+            yield f"notes.{name}", notes.get(name), (str,), "text"
+        yield "notes.data", notes.get("data"), (str, type(None)), "text or null"
+    for name, entry in found["experiments"].items():
+        of = f"of the experiment {name!r}"
+        yield f"the experiment {name!r}", entry, (dict,), "an object"
+        yield f"config {of}", entry.get("config"), (dict,), "an object"
+        yield f"config.settings {of}", entry["config"].get("settings", []), (list,), "a list"
+        yield f"seconds {of}", entry.get("seconds"), (int, float), "a number"
+        finite = math.isfinite(entry["seconds"])
+        yield f"seconds {of}", entry["seconds"] if finite else str(entry["seconds"]), (int, float), "a finite number"
+        yield f"done {of}", entry.get("done"), (bool,), "true or false"
+        yield f"data_hash {of}", entry.get("data_hash", ""), (str,), "text"
+
+
+def _depth(value: Any) -> int:
+    """How many levels of objects and lists lie in each other; without recursion, for which there may be too many."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return depth
 
 
 def resumed(folder: Path, manifest: Manifest, resume: bool, also: Sequence[str] = ()) -> Manifest | None:
@@ -101,6 +177,15 @@ def check_same(folder: Path, begun: Mapping[str, Any], asked: Mapping[str, Any])
     """A run goes on as it was begun; ValueError, in which every difference is named, if not."""
     if found := differences(begun, plain(asked)):
         raise ValueError(f"the run in {folder} was begun with another configuration: {'; '.join(found)}.")
+
+
+def check_same_data(folder: Path, begun: str, now: str) -> None:
+    """A run goes on with the data that it was begun with, as far as its hash is known; ValueError if not."""
+    if begun not in ("", now):
+        raise ValueError(
+            f"the data has changed since the run in {folder} was begun (its hash was {begun} and is now {now}): put it "
+            "back as it was, or begin again in another folder."
+        )
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

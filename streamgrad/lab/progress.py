@@ -78,7 +78,8 @@ def plain_lines(part: str, every_seconds: float) -> Show:
         if time.monotonic() - last >= every_seconds or made >= total:
             last = time.monotonic() if words != COMPILING else -float("inf")
             line = ", ".join(filter(None, [f"{part}: {made} of {total}", rate, left, words]))
-            print(line, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # a log on a full disk must not end a run
+                print(line, file=sys.stderr, flush=True)
 
     return show
 

@@ -104,8 +104,8 @@ def check_figure(rows):
 
 
 def test_the_figure_of_any_rows_can_be_drawn(tmp_path):
-    """Several; only exact ones; only one. The PNG is one."""
-    write_frontier(tmp_path / "frontier.png", [BASE])
+    """Several; only exact ones; only one. The PNG is one. A name that is half a formula is a name."""
+    write_frontier(tmp_path / "frontier.png", [BASE._replace(name=r"mine $\frac{$")])
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
     biased = BASE._replace(verdict="biased", us_per_step=3.0)
     for some in ([*TABLE, biased], TABLE[:1], [BASE]):

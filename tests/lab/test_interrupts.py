@@ -1,4 +1,4 @@
-"""Ctrl-C: exit code 130 at any moment, no traceback, and a message that is true."""
+"""Ctrl-C and SIGTERM: exit code 130 or 143 at any moment, no traceback, and a message that is true."""
 
 import os
 import random
@@ -45,6 +45,7 @@ CASES = {
             try: time.sleep(60)
             except KeyboardInterrupt: pass
         """,
+    "compiled": "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000)",  # minutes without Python
     "another error": """
         try: time.sleep(60)
         except KeyboardInterrupt: raise ValueError("what it became")
@@ -65,14 +66,18 @@ CASES = {
 }
 
 
+EXIT = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+@pytest.mark.parametrize("number", EXIT)
 @pytest.mark.parametrize("case", CASES)
-def test_a_command_always_ends(case):
+def test_a_command_always_ends(case, number):
     process = start(CASES[case])
     time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     begun = time.monotonic()
     _, error = process.communicate(timeout=30)
-    assert (process.returncode, error) == (130, "kept.\n")
+    assert (process.returncode, error) == (EXIT[number], "kept.\n")
     assert time.monotonic() - begun < 10  # a second, on a machine that has nothing else to do
 
 
@@ -94,33 +99,66 @@ def test_a_first_ctrl_c_waits_for_what_must_be_whole():
     assert error == "stopping after the running call; Ctrl-C again ends at once.\nkept.\n"
 
 
-def test_a_second_ctrl_c_does_not():
+@pytest.mark.parametrize("first", EXIT)
+def test_a_second_ctrl_c_does_not(first):
     process = start(HELD.format(60))
-    for _ in range(2):
+    for number in (first, signal.SIGINT):
         time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
     found, error = process.communicate(timeout=30)
-    assert process.returncode == 130 and not found and error.endswith("kept.\n")
+    assert process.returncode == EXIT[first] and not found and error.endswith("kept.\n")
+
+
+def test_sigterm_waits_however_often_it_is_sent():
+    """A scheduler may send it to the process and to its group."""
+    process = start(HELD.format(1.5))
+    for _ in range(3):
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+    found, error = process.communicate(timeout=30)
+    assert process.returncode == 143 and found == "whole\n"
+    assert error == "stopping after the running call; Ctrl-C ends at once.\nkept.\n"
+
+
+def test_a_handler_that_a_library_has_set_is_replaced():
+    """As JAX's for SIGTERM, which is set past Python: here by libc."""
+    taken = """
+        import ctypes, signal
+        ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(1))  # 1: is ignored
+        interrupts.handle_again()
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(60)
+        """
+    process = start(taken)
+    _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (143, "kept.\n")
 
 
 def test_without_ctrl_c_the_code_is_the_commands():
-    for body, code in (("return 7", 7), ("sys.exit(3)", 3), ("raise TypeError('mine')", 1), ("pass", 0)):
+    bodies = {
+        "return 7": 7,
+        "sys.exit(3)": 3,
+        "raise TypeError('mine')": 1,
+        "pass": 0,
+        "sys.stdout = None; return 4": 4,
+    }
+    for body, code in bodies.items():
         process = start(body)
         _, error = process.communicate(timeout=30)
         assert process.returncode == code and ("TypeError: mine" in error) == (code == 1)
 
 
-@pytest.mark.parametrize("moment", [0.2, 0.7])
-def test_a_command_that_is_still_being_imported_ends(moment):
+@pytest.mark.parametrize("moment, number", [(0.2, signal.SIGINT), (0.7, signal.SIGINT), (0.4, signal.SIGTERM)])
+def test_a_command_that_is_still_being_imported_ends(moment, number):
     """Nothing has begun that could be lost, and jax is half imported."""
     code = "import streamgrad_command as c, sys; print('ready', flush=True); sys.argv[1:] = ['compare']; c.main()"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(moment)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, error = process.communicate(timeout=30)
-    assert (process.returncode, error) == (130, "stopped.\n")
+    assert (process.returncode, error) == (EXIT[number], "stopped.\n")
 
 
 COMMANDS = {
@@ -140,10 +178,11 @@ def test_commands_end_at_random_moments(name, tmp_path):
         argv = [sys.executable, "-m", "streamgrad_command", *words]
         process = subprocess.Popen(argv, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, text=True)
         time.sleep(draw.uniform(0.3, 12))
-        process.send_signal(signal.SIGINT)
+        number = draw.choice(list(EXIT))
+        process.send_signal(number)
         begun = time.monotonic()
         _, error = process.communicate(timeout=60)
-        assert process.returncode == 130 and time.monotonic() - begun < 10, error
+        assert process.returncode == EXIT[number] and time.monotonic() - begun < 10, error
         assert "stopped" in error and not re.search("Traceback|Exception|Error", error), error
         if found := re.search(r"goes on from update (\d+)\.", error):
             assert int(found[1]) == steps(folder / "checkpoint")[-1]

@@ -250,6 +250,15 @@ def test_a_training_run_has_a_report(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == {"report": str(folder / "report.html")}
 
 
+def test_a_name_with_dollars_is_no_formula(tmp_path, capsys):
+    names = [r"cost $\frac{$", "$a$", "5 $"]
+    rows = "".join(f"{update},0,1.0,1.0,1,2,3\n" for update in (10, 20))
+    folder = write_training(tmp_path / "run", f"update,seed,loss,gradient_norm,{','.join(names)}\n{rows}")
+    assert main(["report", str(folder)]) == 0, capsys.readouterr().err
+    page = (folder / "report.html").read_text()
+    assert all(f">{name}</text>" in page for name in names)
+
+
 @pytest.mark.parametrize(
     "metrics, says",
     [

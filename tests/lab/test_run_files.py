@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_written_is_known_of_before_training(tmp_path):
         train(folder, PLAN, *never)
 
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"cannot write about 0.1 MB into the folder .*file/run: Not a directory"):
+    with pytest.raises(OSError, match=r"cannot write into the folder .*file/run: Not a directory"):
         go(tmp_path / "file" / "run")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))  # as if the disk were full
@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_written_is_known_of_before_training(tmp_path):
             go(tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list((tmp_path / "run").iterdir()) == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_checkpoints_keep_types_bits_and_the_newest(tmp_path):

@@ -1,5 +1,6 @@
 """`streamgrad compare`: the tables by which one picks an estimator."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -26,7 +27,8 @@ from streamgrad.lab.cli.options import UsageError, choose, choose_own, from_opti
 from streamgrad.lab.cli.show import print_table
 from streamgrad.lab.cli.train import CellName, Pairs, TaskName
 from streamgrad.lab.comparison import LEAST, Comparison, compare
-from streamgrad.lab.files import check_room
+from streamgrad.lab.files import check_room, sweep
+from streamgrad.lab.locks import locked_file
 from streamgrad.lab.progress import COMPILING, showing
 from streamgrad.lab.report.frontier import SUFFIXES, write_frontier
 from streamgrad.lab.tables import write_rows
@@ -77,6 +79,15 @@ class Options:
 def main(options: Options) -> None:
     """Measure, and print the tables with how to read them."""
     check(options)
+    with contextlib.ExitStack() as locks:
+        for path in filter(None, (options.csv, options.figure)):
+            locks.enter_context(locked_file(path))
+            sweep(path.absolute().parent, (path.name,), inside=False)
+        measure(options)
+
+
+def measure(options: Options) -> None:
+    """As `main`, with the files that are to be written for this process alone."""
     task = task_of(options)
     if options.chunk_length is not None:
         with from_options():

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Literal
@@ -65,7 +66,7 @@ def fetch_mnist(folder: Path) -> None:
     """Fetch MNIST into `folder/mnist`; files that are not the published ones are not kept."""
     from sklearn.datasets import fetch_openml
 
-    from streamgrad.lab.files import check_room
+    from streamgrad.lab.files import check_room, writing
     from streamgrad.lab.tasks.mnist import FILES, read_idx
 
     where = folder / "mnist"
@@ -86,10 +87,9 @@ def fetch_mnist(folder: Path) -> None:
         values = np.asarray(images if part == "images" else labels).astype(np.uint8)
         values = values[:first] if split == "train" else values[first:]
         header = np.array([0x0800 + len(file.shape), *file.shape], ">i4").tobytes()
-        path, beside = where / f"{file.name}.gz", where / f"part-{file.name}.gz"
-        try:
-            beside.write_bytes(gzip.compress(header + values.tobytes(), mtime=0))
-            read_idx(beside, file)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=where, prefix=".part-") as inside:  # of this user alone
+            beside = Path(inside) / f"{file.name}.gz"
+            with writing(where / beside.name):
+                beside.write_bytes(gzip.compress(header + values.tobytes(), mtime=0))
+                read_idx(beside, file)
+                os.replace(beside, where / beside.name)

@@ -13,6 +13,7 @@ from typing import Any
 
 from streamgrad.lab import interrupts
 from streamgrad.lab.cli.options import UsageError
+from streamgrad.lab.files import FULL
 
 # Each is imported when it is called: not every machine has what the others need.
 COMMANDS = {
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: its name and options. None for those of the process, which the command then ends.
 
     Returns:
-      The exit code: 0, or 1 where something failed, 2 where the command line was wrong, 130 after Ctrl-C.
+      The exit code: 0, or 1 where something failed, 2 where the command line was wrong, 130 after Ctrl-C, 143 after
+      SIGTERM.
     """
     if argv is None:
         interrupts.run_process(lambda: answer(sys.argv[1:]))
@@ -67,7 +69,9 @@ def answer(argv: Sequence[str]) -> int:
     except (ValueError, OSError, ArithmeticError) as error:  # what a user can mend; the rest keeps its traceback
         if interrupts.asked():  # what Ctrl-C became on its way
             return interrupts.say_stopped()
-        print(f"streamgrad {name}: {error}", file=sys.stderr)
+        full = isinstance(error, OSError) and error.errno in FULL and error.filename is None
+        what = f"cannot write its output: {error.strerror}." if full else error  # all files of ours have names
+        print(f"streamgrad {name}: {what}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return interrupts.say_stopped()

@@ -67,6 +67,8 @@ class Experiment:
       sections: `sections(folder) -> list[Section]`, the report of what `run` wrote. Reads CSV files alone.
       check: `check(config, data)` raises ValueError where something is missing that `run` would need; None where there
         is nothing to miss. It is asked before anything is written.
+      data_hash: `data_hash(config, data)`, that of what `run` reads from files, other than by `lab.train`, which keeps
+        one of its own; empty for nothing. A run goes on with the same data alone.
     """
 
     name: str
@@ -75,3 +77,4 @@ class Experiment:
     run: Callable[..., None]
     sections: Callable[[Path], list[Section]]
     check: Callable[[Any, Path | None], None] | None = None
+    data_hash: Callable[[Any, Path | None], str] | None = None

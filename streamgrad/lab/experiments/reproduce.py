@@ -1,5 +1,6 @@
 """Run experiments into a folder, one after the other; a run that was stopped can go on."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -8,8 +9,19 @@ from typing import Any
 
 from streamgrad.lab.experiments import MODULES, find_experiment
 from streamgrad.lab.experiments.base import Experiment
-from streamgrad.lab.files import check_room
-from streamgrad.lab.manifest import Manifest, check_same, device, new_manifest, now, plain, resumed, save_manifest
+from streamgrad.lab.files import FULL, Unwritten, check_room, sweep
+from streamgrad.lab.locks import LOCK, locked_folder
+from streamgrad.lab.manifest import (
+    Manifest,
+    check_same,
+    check_same_data,
+    device,
+    new_manifest,
+    now,
+    plain,
+    resumed,
+    save_manifest,
+)
 from streamgrad.lab.progress import Progress, silent
 
 
@@ -51,8 +63,31 @@ def reproduce(
       **changes: fields of the configurations in place of the preset's; `settings` by their names. None for no change.
 
     Returns:
-      The manifest. ValueError where the folder belongs to another run.
+      The manifest. ValueError where the folder belongs to another run, or another process writes it.
     """
+    try:
+        with locked_folder(folder):
+            sweep(folder)
+            return _reproduce(names, preset, folder, progress, data, resume, checkpoints, command, changes)
+    except OSError as error:
+        if not isinstance(error, Unwritten) and error.errno not in FULL:
+            raise
+        found = error if isinstance(error, Unwritten) else Unwritten(error.filename or f"into {folder}", error)
+        raise found.then("nothing is lost: once {once}, resume the run.") from error
+
+
+def _reproduce(
+    names: Sequence[str],
+    preset: str,
+    folder: Path,
+    progress: Progress,
+    data: str | Path | None,
+    resume: bool,
+    checkpoints: bool,
+    command: str,
+    changes: dict[str, Any],
+) -> Manifest:
+    """As `reproduce`, in a folder that is ours alone."""
     changes |= {} if checkpoints else {"checkpoints": False}
     configs = {name: _config(find_experiment(name), preset, changes) for name in names}
     manifest = new_manifest("experiments", {"preset": preset}, command=command, data=data, started=now())
@@ -62,19 +97,28 @@ def reproduce(
         where = begun.device if begun.device.endswith(device()) else f"{begun.device}; then {device()}"
         # Data may have moved, or have been forgotten the first time; whether it is the right one its own check tells.
         manifest = dataclasses.replace(begun, device=where, notes=begun.notes | {"data": manifest.notes["data"]})
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif any(path.name != LOCK for path in folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose another folder.")
     missing = {name: _add(folder, manifest, name, config) for name, config in configs.items()}
     for name, config in missing.items():
-        check = find_experiment(name).check
-        if check is not None and config is not None:
-            check(config, None if data is None else Path(data))
+        if config is not None:
+            _check_data(folder, manifest, find_experiment(name), config, None if data is None else Path(data))
     check_room(folder, 1 << 16)  # known before hours are spent
     save_manifest(folder, manifest)
     for name, config in missing.items():
         if config is not None:
             _run(manifest, folder, name, config, progress, resume, data)
     return manifest
+
+
+def _check_data(folder: Path, manifest: Manifest, experiment: Experiment, config: Any, data: Path | None) -> None:
+    """All that an experiment reads is there, and what it was before; ValueError if not."""
+    if experiment.check is not None:
+        experiment.check(config, data)
+    now = experiment.data_hash(config, data) if experiment.data_hash is not None else ""
+    if now:
+        entry = manifest.experiments[experiment.name]
+        check_same_data(folder, entry.setdefault("data_hash", now), now)
 
 
 def _run(manifest: Manifest, folder: Path, name: str, config: Any, progress: Progress, resume: bool, data: Any) -> None:
@@ -85,12 +129,18 @@ def _run(manifest: Manifest, folder: Path, name: str, config: Any, progress: Pro
     def within(setting: str, made: int, total: int, words: str) -> None:
         progress(f"{name}: {setting}", made, total, words)
 
-    try:
-        find_experiment(name).run(config, inside, within, resume=resume, data=None if data is None else Path(data))
-        entry["done"] = True
-    finally:
+    def note() -> None:
         entry["seconds"] += time.monotonic() - begun
         save_manifest(folder, manifest)
+
+    try:
+        find_experiment(name).run(config, inside, within, resume=resume, data=None if data is None else Path(data))
+    except BaseException:
+        with contextlib.suppress(OSError):  # where the disk is full, the first error says more
+            note()
+        raise
+    entry["done"] = True
+    note()
 
 
 def _config(experiment: Experiment, preset: str, changes: dict[str, Any]) -> Any:

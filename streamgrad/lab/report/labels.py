@@ -62,7 +62,7 @@ def place_labels(
     thin = np.array([[*(end.min(axis=0) - 1), *(end.max(axis=0) + 1)] for end in ends])
     sizes = []
     for name in names:
-        text = ax.text(0, 0, name, fontsize=size)
+        text = ax.text(0, 0, name, fontsize=size, parse_math=False)
         sizes.append(scale * text.get_window_extent().size + np.array([GAP, 0]))
         text.remove()
     found, far = arrange(spots, np.array(sizes), important, thin, scale * ax.get_window_extent().extents)
@@ -77,6 +77,7 @@ def place_labels(
             ha="center",
             va="center",
             fontsize=size,
+            parse_math=False,
             color=colour,
             arrowprops=lead if far[index] else None,
         )

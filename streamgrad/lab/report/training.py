@@ -163,7 +163,7 @@ def _panels(record: Record, names: list[str]) -> Any:
     fig, axes = plots.figure(-(-len(names) // columns), columns, height=2.3, sharex=True)
     for ax, name in zip(axes.flat, names, strict=False):
         _draw(ax, record, name, log=False)
-        ax.set_title(name, fontsize=10.5)
+        ax.set_title(name, fontsize=10.5, parse_math=False)  # a name that somebody chose: "$" is no formula
     for ax in list(axes.flat)[len(names) :]:
         ax.set_visible(False)
     for ax in axes[-1]:

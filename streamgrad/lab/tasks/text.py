@@ -64,7 +64,8 @@ def text_task(vocabulary: str, codes: np.ndarray, batch_size: int, length: int) 
         inputs = jax.nn.one_hot(data[at], size, dtype=float)
         return Chunk(inputs, data[at + 1], at == 0), (state + length) % places
 
-    return Task("text", size, heads.softmax(size), batch_size, length, False, data, init, sample)
+    head = heads.softmax(size)
+    return Task("text", size, head, batch_size, length, False, data, init, sample, symbols=vocabulary)
 
 
 def read_text(path: Path) -> tuple[str, np.ndarray]:

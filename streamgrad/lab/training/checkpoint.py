@@ -6,7 +6,10 @@ a checkpoint of another model is answered by the name of the leaf that does not 
 
 import contextlib
 import logging
+import os
+import re
 import shutil
+import sys
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -19,16 +22,23 @@ import numpy as np
 
 from streamgrad._typing import PyTree
 from streamgrad.lab import interrupts
+from streamgrad.lab.files import Unwritten
+from streamgrad.lab.manifest import FORMAT
 from streamgrad.lab.training import processes
 
 KEPT = 2
 REMEDY = "put it back as it was, or begin again in another folder"
-_SUM = "checksum"  # no leaf has that name: theirs begin with a dot or a bracket
+_SUM, _FORMAT = "checksum", "format"  # no leaf has such a name: theirs begin with a dot or a bracket
+_STEP = re.compile("0|[1-9][0-9]{0,17}", re.ASCII)
 _log = logging.getLogger("streamgrad")
 
 
 class Unreadable(ValueError):
     """A checkpoint is damaged."""
+
+
+class Misfit(ValueError):
+    """A checkpoint is whole, and of another run."""
 
 
 class Checkpoints:
@@ -47,24 +57,36 @@ class Checkpoints:
                 'checkpoints need orbax: pip install "streamgrad[cli]", or train without checkpoints.'
             ) from error
         self.folder = folder.absolute()  # orbax takes no other
+        if not _has_a_name(self.folder):
+            raise ValueError(
+                f"checkpoints cannot be written to {self.folder}, whose name has letters that are not of this locale's "
+                f"encoding, {sys.getfilesystemencoding()}: set PYTHONUTF8=1, or choose another name."
+            )
         self._orbax = orbax.PyTreeCheckpointer()
         self._whole = orbax.RestoreArgs
 
     def save(self, step: int, state: PyTree) -> None:
         """Store a state; it appears at once and whole, and older ones go after that."""
         leaves = {name: leaf for name, leaf in _by_name(state).items() if leaf.size}
+        leaves[_FORMAT] = np.asarray(FORMAT, np.uint32)
         old = steps(self.folder)
         found = _checksum(leaves)
         if not processes.several():
             leaves = {name: np.asarray(leaf) for name, leaf in leaves.items()}
-        with _apart():
+        with _written(self.folder / str(step)), _apart():
             self._orbax.save(self.folder / str(step), leaves | {_SUM: found}, force=True)
         if not processes.first():
             return
         # Those past this step are damaged: the run went on from one before them.
         earlier = [other for other in old if other < step][-(KEPT - 1) :]
         for other in {*old} - {*earlier, step}:
-            shutil.rmtree(self.folder / str(other))
+            with _written(self.folder / str(other)):
+                shutil.rmtree(self.folder / str(other))
+
+    def sweep(self) -> None:
+        """Remove what a killed run has left of checkpoints that it was writing; for whoever holds the run's lock."""
+        for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> tuple[int, dict[str, np.ndarray]] | None:
         """The step and leaves of the newest checkpoint that can be read; None where there is no checkpoint.
@@ -96,7 +118,7 @@ class Checkpoints:
         stored = {name for name, leaf in expected.items() if leaf.size}
         for name in sorted(stored ^ set(found)):
             whose = "the run" if name in stored else "the checkpoint"
-            raise ValueError(f"the checkpoint {where} is of another run: only {whose} has state{name}.")
+            raise Misfit(f"the checkpoint {where} is of another run: only {whose} has state{name}.")
         leaves = [_fit(where, name, like, found.get(name)) for name, like in expected.items()]
         return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
@@ -111,6 +133,11 @@ class Checkpoints:
             raise Unreadable(f"the checkpoint {where} cannot be read ({type(error).__name__})") from error
         if stored != _checksum(found):
             raise Unreadable(f"the checkpoint {where} cannot be read (its checksum is wrong)")
+        if (made := int(found.pop(_FORMAT, 2))) > FORMAT:  # the first that says it is 3
+            raise ValueError(
+                f"the checkpoint {where} is of format {made}, and this version of streamgrad reads {FORMAT} and those "
+                "before it: go on with the version that made it."
+            )
         return found
 
     def _restored(self, where: Path) -> dict[str, Any]:
@@ -122,7 +149,9 @@ class Checkpoints:
 
 def steps(folder: Path) -> list[int]:
     """Those of finished checkpoints, in order: one that is being written has a name that is no number."""
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir())
 
 
 def _checksum(leaves: dict[str, Any]) -> np.ndarray:
@@ -157,6 +186,25 @@ def _sum_on_devices(leaf: jax.Array) -> jax.Array:
 
 
 @contextlib.contextmanager
+def _written(where: Path) -> Iterator[None]:
+    """Around what writes a checkpoint: orbax and its storage have many errors, and few name what they were writing."""
+    try:
+        yield
+    except Exception as error:
+        if processes.several() and not isinstance(error, OSError):  # another process may have gone
+            raise
+        raise Unwritten(where, error) from error
+
+
+def _has_a_name(path: Path) -> bool:
+    """Whether a path is the same for Python, which has this locale's encoding, and for orbax's storage, in UTF-8."""
+    try:
+        return os.fsencode(path) == str(path).encode()
+    except UnicodeEncodeError:
+        return False
+
+
+@contextlib.contextmanager
 def _apart() -> Iterator[None]:
     """Around orbax: without its warnings, of which a user can mend nothing, and without a Ctrl-C in its event loop."""
     absl = logging.getLogger("absl")
@@ -178,7 +226,7 @@ def _fit(where: Path, name: str, like: Any, leaf: Any) -> jax.Array:
         if ".shared" in name and leaf.shape[:1] + leaf.shape[2:] == like.shape[:1] + like.shape[2:]:
             learnt = f"holds what {leaf.shape[1]} devices have learnt, each of its own streams"
             raise ValueError(f"the checkpoint {where} {learnt}: it goes on on as many alone, not on {like.shape[1]}.")
-        raise ValueError(f"the checkpoint {where} is of another run: its state{name} is {have}, not {want}.")
+        raise Misfit(f"the checkpoint {where} is of another run: its state{name} is {have}, not {want}.")
     return jnp.asarray(leaf)
 
 

@@ -1,18 +1,21 @@
 """`metrics.csv` of a run: rows of numbers, written as they come."""
 
+import contextlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from streamgrad.lab.files import replace_text
+from streamgrad.lab.files import replace_text, writing
 from streamgrad.lab.tables import numbers, read_columns
 from streamgrad.lab.training.checkpoint import REMEDY
 from streamgrad.lab.training.loop import HELD_OUT
 
 CSV = "metrics.csv"
+_WHOLE = re.compile("[0-9]{1,18}", re.ASCII)
 _log = logging.getLogger("streamgrad")
 
 
@@ -26,14 +29,18 @@ class Writer:
 
     def __init__(self, folder: Path, seeds: Sequence[int]):
         self.seeds = seeds
-        self._header = next(iter(_lines(folder / CSV)), None)
-        self._csv = open(folder / CSV, "a", encoding="utf-8", newline="")  # noqa: SIM115, closed by __exit__
+        self.path = folder / CSV
+        self._header = next(iter(_lines(self.path)), None)
+        with writing(self.path):
+            self._csv = open(self.path, "a", encoding="utf-8", newline="")  # noqa: SIM115, closed by __exit__
 
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._csv.close()
+    def __exit__(self, kind: type | None, *exception: object) -> None:
+        # A row that the disk had no room for is tried once more, and its error has been told.
+        with contextlib.suppress(OSError) if kind else writing(self.path):
+            self._csv.close()
 
     def write(self, rows: Mapping[str, np.ndarray]) -> None:
         """Append rows and hand them to the disk.
@@ -50,13 +57,14 @@ class Writer:
         elif self._header != header:
             raise ValueError(f"{CSV} has other columns than this run: {self._header.strip()}, not {header.strip()}.")
         self._header = header
-        for at in range(rows["update"].shape[1]):
-            for index, seed in enumerate(self.seeds):
-                if rows["stopped"][index, at] < 0:
-                    cells = [_cell(name, column[index, at]) for name, column in columns.items()]
-                    self._csv.write(",".join([str(rows["update"][index, at]), str(seed), *cells]) + "\n")
-        self._csv.flush()
-        os.fsync(self._csv.fileno())
+        with writing(self.path):
+            for at in range(rows["update"].shape[1]):
+                for index, seed in enumerate(self.seeds):
+                    if rows["stopped"][index, at] < 0:
+                        cells = [_cell(name, column[index, at]) for name, column in columns.items()]
+                        self._csv.write(",".join([str(rows["update"][index, at]), str(seed), *cells]) + "\n")
+            self._csv.flush()
+            os.fsync(self._csv.fileno())
 
 
 def _cell(name: str, value: np.generic) -> str:
@@ -76,7 +84,8 @@ def cut(folder: Path, rows: Sequence[tuple[int, int]], unmeasured: bool = False)
     """
     path = folder / CSV
     if not rows:  # the header goes too
-        path.unlink(missing_ok=True)
+        with writing(path):
+            path.unlink(missing_ok=True)
         return
     if not path.exists():
         raise ValueError(f"{path} is missing, and its rows cannot be made again: {REMEDY}.")
@@ -153,6 +162,6 @@ def _key(line: str, fields: int) -> tuple[int, int] | None:
     """The update and seed of a row with that many fields; None where it is no such row."""
     update, *rest = line.rstrip("\n").split(",")
     found = numbers(rest)
-    if found is None or len(found) + 1 != fields or not update.isdigit() or not rest[0].isdigit():
+    if found is None or len(found) + 1 != fields or not all(map(_WHOLE.fullmatch, (update, rest[0]))):
         return None
     return int(update), int(rest[0])

@@ -1,11 +1,15 @@
 """One training run in several processes: what each of them must know to do the same at the same time.
 
-All processes run the same program. The first writes metrics and `run.json`; checkpoints are written by all, each its
-own part. Whatever depends on a clock is decided by the first. They see one and the same folder.
+All processes run the same program. The first writes metrics and `run.json`, and holds the folder's lock; checkpoints
+are written by all, each its own part. Whatever depends on a clock is decided by the first; a signal to one stops all.
+They see one and the same folder.
 """
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from streamgrad._typing import PyTree
 from streamgrad.engine.sharded import Sharded
+from streamgrad.lab import interrupts
+from streamgrad.lab.locks import locked_folder
 
 HEARTBEAT = 10  # seconds after which a process that says nothing is taken for dead
 
@@ -41,13 +47,14 @@ def start(coordinator: str | None = None, processes: int | None = None, process:
             f"the processes of the run could not be joined ({str(error).splitlines()[0].rstrip('.')}): give "
             "--coordinator, --processes and --process, or start them under SLURM, Open MPI or Kubernetes."
         ) from error
+    interrupts.handle_again()
 
 
 def _or_from_environment(given: int | None, name: str) -> int | None:
     found = os.environ.get(name)
     if given is not None or found is None:
         return given
-    if not found.isdigit():
+    if not found.isdecimal():
         raise ValueError(f"{name} must be a whole number, not {found!r}.")
     return int(found)
 
@@ -69,6 +76,30 @@ def agreed(value: int) -> int:
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def largest(value: int) -> int:
+    """The largest of all processes' values, on all of them."""
+    if not several():
+        return value
+    from jax.experimental import multihost_utils
+
+    return int(np.max(multihost_utils.process_allgather(np.int32(value))))
+
+
+@contextlib.contextmanager
+def locked_together(folder: Path) -> Iterator[None]:
+    """Be the only run that writes this folder: the first process holds its lock, and all know whether it does."""
+    with contextlib.ExitStack() as stack:
+        refused: ValueError | OSError | None = None
+        if first():
+            try:
+                stack.enter_context(locked_folder(folder))
+            except (ValueError, OSError) as error:
+                refused = error
+        if agreed(refused is not None):
+            raise refused or ValueError(f"the first process of the run could not have {folder}: its message says why.")
+        yield
 
 
 def together(where: str) -> None:

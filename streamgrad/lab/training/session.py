@@ -17,13 +17,21 @@ from streamgrad._typing import PyTree
 from streamgrad.base import GradientEstimator, Model
 from streamgrad.checks import check_size
 from streamgrad.lab import interrupts
-from streamgrad.lab.files import check_room
-from streamgrad.lab.manifest import Manifest, check_same, new_manifest, resumed, save_manifest
+from streamgrad.lab.files import Unwritten, check_room, sweep
+from streamgrad.lab.manifest import (
+    FORMAT,
+    Manifest,
+    check_same,
+    check_same_data,
+    new_manifest,
+    resumed,
+    save_manifest,
+)
 from streamgrad.lab.progress import COMPILING, Show
-from streamgrad.lab.tasks.base import Task
+from streamgrad.lab.tasks.base import Task, digest
 from streamgrad.lab.tasks.checking import check_task
 from streamgrad.lab.training import metrics, processes
-from streamgrad.lab.training.checkpoint import KEPT, REMEDY, Checkpoints
+from streamgrad.lab.training.checkpoint import KEPT, REMEDY, Checkpoints, Misfit, steps
 from streamgrad.lab.training.loop import Averages, Rows, Summary, TrainState, begin, calls, no_summary, training_step
 from streamgrad.lab.training.measure import held_out_loss, measured_every, untrained_loss, with_held_out
 
@@ -123,6 +131,7 @@ def train(
     Returns:
       The outcome. A seed whose loss, gradient or parameters are not finite stops at its last good state, with a warning
       on the log "streamgrad"; if all do, `Diverged` is raised. A loss that ends far above its beginning is a warning.
+      `streamgrad.lab.locks.Busy`, a ValueError, where another process writes this run.
 
     Example:
       >>> import tempfile, optax, streamgrad as sg
@@ -138,27 +147,47 @@ def train(
       [2, 2, 4, 4]
     """
     folder = Path(folder)
-    template = _template(plan, model, task, estimator, optimizer)
+    try:
+        with processes.locked_together(folder):
+            return _train(folder, plan, (model, task, estimator, optimizer), summarise, progress, resume, describe)
+    except Unwritten as error:
+        raise error.then(_after_an_error(plan, folder)) from error
+
+
+def _train(
+    folder: Path,
+    plan: Plan,
+    parts: tuple[Model, Task, GradientEstimator, optax.GradientTransformation],
+    summarise: Summary,
+    progress: Show | None,
+    resume: bool,
+    describe: Mapping[str, Any] | None,
+) -> Outcome:
+    """As `train`, in a folder that is ours alone."""
+    model, task, estimator, optimizer = parts
+    template = _template(plan, *parts)
     shardings = processes.shardings_of(estimator, template)
     check_room(folder, _size(plan, template))
     check_task(task)
     held_out_every = measured_every(task, plan.every)
-    manifest = new_manifest("training", {**(describe or {}), "plan": dataclasses.asdict(plan)})
+    described = {**(describe or {}), "plan": dataclasses.asdict(plan)}
+    manifest = new_manifest("training", described, data_hash=digest(task))
     begun = resumed(folder, manifest, resume, also=(metrics.CSV, CHECKPOINT))
     if begun is not None:
-        if not plan.checkpoints:
-            raise ValueError(f"the run in {folder} cannot go on without checkpoints: begin one in another folder.")
-        check_same(folder, _as_free(begun, manifest), manifest.describe)
+        _check_resumed(folder, plan, begun, manifest)
     checkpoints = Checkpoints(folder / CHECKPOINT) if plan.checkpoints else None
     saved = checkpoints.newest() if checkpoints else None
     if checkpoints and saved is not None:
-        done, ts = saved[0], processes.place(checkpoints.fit(*saved, template), shardings)
+        done, ts = saved[0], processes.place(_fitted(checkpoints, saved, template, begun), shardings)
     elif begun is not None and metrics.has_rows(folder):
         raise ValueError(f"{folder} has rows of a run, but its checkpoint {folder / CHECKPOINT} is gone: {REMEDY}.")
     else:
-        done, ts = 0, _begin(plan, shardings, model, task, estimator, optimizer)
+        done, ts = 0, _begin(plan, shardings, *parts)
     processes.together("begin")  # all have looked into the folder
     if processes.first():
+        sweep(folder)
+        if checkpoints:
+            checkpoints.sweep()
         unmeasured = held_out_every is not None and done < plan.updates and done % held_out_every > 0
         metrics.cut(folder, _rows_until(plan, done, np.asarray(ts.stopped)), unmeasured)
         save_manifest(folder, manifest)
@@ -173,11 +202,46 @@ def train(
         made = calls(step, task.data, ts, plan.updates, until, plan.every, CALL_SECONDS)
         if held_out_every is not None:
             made = with_held_out(made, held_out_loss(model, task, ts), held_out_every, plan.updates)
-        seeds = range(plan.seed, plan.seed + plan.seeds)
-        with metrics.Writer(folder, seeds) if processes.first() else contextlib.nullcontext() as writer:
-            ts = _go_on(plan, done, ts, made, writer, checkpoints, progress)
-    processes.together("end")
+        # Of several processes none may leave the loop by itself: where one is asked to stop, all do, see `_go_on`.
+        with interrupts.hold() if processes.several() else contextlib.nullcontext():
+            seeds = range(plan.seed, plan.seed + plan.seeds)
+            with metrics.Writer(folder, seeds) if processes.first() else contextlib.nullcontext() as writer:
+                ts = _go_on(plan, done, ts, made, writer, checkpoints, progress)
+            processes.together("end")
     return _end(plan, ts, folder, model, task)
+
+
+def _check_resumed(folder: Path, plan: Plan, begun: Manifest, now: Manifest) -> None:
+    """A run goes on as it was begun, on the same data; ValueError, in which the difference is named, if not."""
+    if not plan.checkpoints:
+        raise ValueError(f"the run in {folder} cannot go on without checkpoints: begin one in another folder.")
+    check_same(folder, _as_free(begun, now), now.describe)
+    precisions = ["float64" if run.device.endswith("float64") else "float32" for run in (begun, now)]
+    check_same(folder, {"precision": precisions[0]}, {"precision": precisions[1]})
+    check_same_data(folder, begun.data_hash, now.data_hash)
+
+
+def _fitted(checkpoints: Checkpoints, saved: tuple[int, dict], template: PyTree, begun: Manifest | None) -> PyTree:
+    """The state of a checkpoint. One of an older format may have been another's memory, and says whose."""
+    try:
+        return checkpoints.fit(*saved, template)
+    except Misfit as error:
+        if begun is None or begun.format >= FORMAT:
+            raise
+        difference = str(error).rpartition(": ")[2].rstrip(".")
+        raise ValueError(
+            f"the run in {checkpoints.folder.parent} was made by {begun.made_by}, and the memory of this one, format "
+            f"{FORMAT}, is another ({difference}): go on with that version, or begin again in another folder."
+        ) from error
+
+
+def _after_an_error(plan: Plan, folder: Path) -> str:
+    """How a run goes on whose files could not be written."""
+    if not plan.checkpoints:
+        return "without checkpoints the run cannot go on: once {once}, begin again in another folder."
+    saved = steps(folder / CHECKPOINT)
+    where = f"goes on from update {saved[-1]}" if saved else "begins anew"
+    return f"nothing is lost: once {{once}}, resume the run, which {where}."
 
 
 def _go_on(
@@ -218,10 +282,14 @@ def _go_on(
                     _log.warning("%s", _stop_message(plan.seed + int(index), int(stopped[index])))
                 known = stopped
                 words = _words(rows if whole else found) if whole or not words else words
+                if processes.several() and (code := processes.largest(interrupts.code())):
+                    save()
+                    interrupts.ask(code)
+                    raise KeyboardInterrupt
             if progress:
                 progress(done, plan.updates, words)
     except KeyboardInterrupt:
-        if not processes.several():  # of several this one alone may have been stopped
+        if not processes.several():  # which save together, or not at all
             with interrupts.hold():
                 save()
         raise

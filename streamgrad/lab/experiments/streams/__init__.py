@@ -96,6 +96,12 @@ def check(config: Config, data: Path | None) -> None:
             PARTS[part.name].check(part, data)
 
 
+def data_hash(config: Config, data: Path | None) -> str:
+    """That of the text, if it is among the parts; the others make their own data."""
+    parts = [part for part in config.settings if part.name == text.Text.name]
+    return text.data_hash(parts[0], data) if parts else ""
+
+
 def run(
     config: Config, folder: Path, progress: Progress = silent, resume: bool = False, data: Path | None = None
 ) -> None:
@@ -129,4 +135,5 @@ EXPERIMENT = Experiment(
     run=run,
     sections=sections,
     check=check,
+    data_hash=data_hash,
 )

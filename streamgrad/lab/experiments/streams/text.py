@@ -29,6 +29,7 @@ from streamgrad.lab.experiments.streams.lanes import (
 )
 from streamgrad.lab.experiments.streams.methods import for_streams, in_order, look
 from streamgrad.lab.progress import Progress
+from streamgrad.lab.tasks.base import digest
 from streamgrad.lab.tasks.text import codes_of, read_text, text_task
 
 FILE = "tinyshakespeare.txt"  # where there is a data folder
@@ -89,6 +90,11 @@ def load(source: str, data: Path | None) -> tuple[str, np.ndarray]:
 def check(part: Text, data: Path | None) -> None:
     """The text is there, which must be known before hours are spent on other parts."""
     load(part.source, data)
+
+
+def data_hash(part: Text, data: Path | None) -> str:
+    """That of the text."""
+    return digest(text_task(*load(part.source, data), batch_size=1, length=1))
 
 
 def train(part: Text, folder: Path, progress: Progress, resume: bool, seed: int, data: Path | None) -> None:
