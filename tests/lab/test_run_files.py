@@ -236,7 +236,8 @@ def test_parameters_that_cannot_be_loaded(unbroken, tmp_path):
     other = sg.Model(sg.cells.gru(1, 2), sg.heads.squared_error(1))
     with pytest.raises(ValueError, match=r"fit the model that was passed: only one of them has params\.cell"):
         load_params(unbroken.folder, model=other)
-    save_manifest(tmp_path, new_manifest("experiments", {"preset": "smoke"}))
+    experiments = new_manifest("experiments", {"preset": "smoke"}, command="reproduce", started="2026-01-01")
+    save_manifest(tmp_path, experiments)
     with pytest.raises(ValueError, match="has no parameters: name the folder of a training run"):
         load_params(tmp_path, model=other)
 
