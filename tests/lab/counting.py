@@ -39,9 +39,9 @@ def counting(end: dict[int, int] | None = None, seeds: int = 3) -> Task:
     return Task("counting", 1, sg.heads.squared_error(1), 2, 3, False, (), init, sample, observe)
 
 
-def parts(task: Task, hidden: int = 2, optimizer=None):
+def parts(task: Task, hidden: int = 2, optimizer=None, make=sg.uoro):
     model = sg.Model(sg.cells.vanilla(task.n_in, hidden), task.head)
-    estimator = sg.batched(sg.uoro(model), task.batch_size)
+    estimator = sg.batched(make(model), task.batch_size)
     return model, task, estimator, optimizer or optax.adam(0.05)
 
 

@@ -14,7 +14,6 @@ from streamgrad.lab.cli.main import main
 from streamgrad.lab.tasks import Task, find_task
 from streamgrad.lab.tasks.base import HeldOut
 from streamgrad.lab.training import Plan, begin, metrics, read_metrics, train
-from streamgrad.lab.training.checkpoint import Checkpoints
 from streamgrad.lab.training.measure import held_out_loss, measured_every
 from tests.lab.counting import parts, same
 
@@ -37,12 +36,6 @@ def by_hand(model, params, inputs, targets):
     """The losses of one stream from its beginning."""
     outputs, _ = model.run(params, model.init_state(params), inputs)
     return [float(model.head.loss(params.head, y, t)) for y, t in zip(outputs, jnp.asarray(targets), strict=True)]
-
-
-def cheap(task: Task):
-    """What trains on a task, by what is compiled fast."""
-    model, _, _, optimizer = parts(task)
-    return model, task, sg.batched(sg.bptt(model), task.batch_size), optimizer
 
 
 def seed_of(tree, seed):
@@ -132,7 +125,7 @@ def often(monkeypatch):
     monkeypatch.setattr("streamgrad.lab.training.measure.OFTEN", 4)
 
 
-PLAN = Plan(updates=24, every=2, checkpoint_every=4, seeds=2)
+PLAN = Plan(updates=24, every=2, seeds=2)
 
 
 def test_how_often(path, often):
@@ -146,12 +139,12 @@ def test_how_often(path, often):
 
 def test_rows_of_a_run_and_of_one_that_goes_on(path, tmp_path, often):
     task = find_task("text", path=path, batch_size=3, length=5)
-    whole = train(tmp_path / "whole", PLAN, *cheap(task))
+    whole = train(tmp_path / "whole", PLAN, *parts(task, make=sg.bptt))
     columns = read_metrics(whole.folder)
     assert list(columns) == ["update", "seed", "loss", "gradient_norm", "held_out_loss"]
     seen = np.isfinite(columns["held_out_loss"])
     assert measured_every(task, 2) == 10 and sorted({*columns["update"][seen]}) == [10, 20, 24]
-    model = cheap(task)[0]
+    model = parts(task)[0]
     np.testing.assert_array_equal(
         columns["held_out_loss"][columns["update"] == 24].astype(np.float32),
         held_out_loss(model, task, whole.state)(whole.state),
@@ -164,15 +157,13 @@ def test_rows_of_a_run_and_of_one_that_goes_on(path, tmp_path, often):
 
     broken, longer = tmp_path / "broken", tmp_path / "longer"
     with pytest.raises(KeyboardInterrupt):
-        train(broken, PLAN, *cheap(task), progress=ctrl_c)
-    train(longer, dataclasses.replace(PLAN, updates=16), *cheap(task))
+        train(broken, PLAN, *parts(task, make=sg.bptt), progress=ctrl_c)
+    train(longer, dataclasses.replace(PLAN, updates=16), *parts(task, make=sg.bptt))
     assert np.isfinite(read_metrics(longer)["held_out_loss"][-2:]).all()  # of update 16, the end
     for folder in (broken, longer):
-        again = train(folder, PLAN, *cheap(task), resume=True)
+        again = train(folder, PLAN, *parts(task, make=sg.bptt), resume=True)
         assert same(again.state, whole.state)
         assert (folder / metrics.CSV).read_bytes() == (whole.folder / metrics.CSV).read_bytes()
-    assert sorted(path.name for path in (whole.folder / "checkpoint").iterdir()) == ["20", "24"]
-    assert Checkpoints(whole.folder / "checkpoint").newest()[0] == 24
 
 
 def test_on_the_screen_and_on_the_page(path, tmp_path, capsys, as_a_user):

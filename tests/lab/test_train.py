@@ -162,12 +162,12 @@ def easy_first(batch_size=2, length=2):
 def test_zeros_as_first_targets_are_no_alarm(tmp_path, caplog):
     """The loss rises from nearly nothing to that of a task that cannot be solved in so few updates, and no further."""
     with caplog.at_level(logging.WARNING, logger="streamgrad"):
-        got = train(tmp_path / "a", Plan(updates=60, every=4, seeds=2), *parts(easy_first()))
+        got = train(tmp_path / "a", Plan(updates=60, every=4, seeds=2), *parts(easy_first(), make=sg.bptt))
     loss = read_metrics(tmp_path / "a")["loss"]
     assert loss[-4:].mean() > 4 * got.state.first_loss.max() and got.risen == [None, None] and not caplog.records
     # One that does explode is told from it, by a loss that is not that of the first update.
     with caplog.at_level(logging.WARNING, logger="streamgrad"):
-        got = train(tmp_path / "b", Plan(updates=60, every=4), *parts(easy_first(), optimizer=optax.sgd(1.5)))
+        got = train(tmp_path / "b", Plan(updates=60, every=4), *parts(easy_first(), 2, optax.sgd(1.5), sg.bptt))
     (words,) = got.risen
     before = float(re.search(r"rose from ([\d.]+), that of the untrained network, to", words)[1])
     assert 0.5 < before < 2 and float(got.state.first_loss[0]) < 0.2, words
@@ -175,7 +175,7 @@ def test_zeros_as_first_targets_are_no_alarm(tmp_path, caplog):
 
 def test_the_untrained_loss_is_that_of_a_loop():
     task = find_task("queue", delay=2, batch_size=2, length=100)
-    model, _, estimator, optimizer = parts(task)
+    model, _, estimator, optimizer = parts(task, make=sg.bptt)
     begun = jax.jit(jax.vmap(lambda seed: begin(model, task, estimator, optimizer, jax.random.key(seed))))
     seeds = jnp.arange(3, 5, dtype=jnp.uint32)
     ts = begun(seeds)._replace(step=jnp.full(2, 7, jnp.int32))

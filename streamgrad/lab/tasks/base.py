@@ -15,15 +15,15 @@ class HeldOut(NamedTuple):
     """What a task keeps back from training, to measure the loss on: so many chunks, one after the other.
 
     Attributes:
-      data: arrays that `chunk` reads, as those of a task.
-      count: how many chunks there are.
-      chunk: `chunk(data, index) -> Chunk`, streams leading, then time, of the same shape for every index. The streams
+      data: arrays that `sample` reads, as those of a task.
+      chunks: how many there are.
+      sample: `sample(data, index) -> chunk`, streams leading, then time, of the same shape for every index. The streams
         begin with the first chunk and go on in the next. Each loss counts with its weight, those of weight 0 do not.
     """
 
     data: PyTree
-    count: int
-    chunk: Callable[[PyTree, Array], Chunk]
+    chunks: int
+    sample: Callable[[PyTree, Array], Chunk]
 
 
 class Task(NamedTuple):

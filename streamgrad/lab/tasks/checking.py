@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import PyTree
@@ -136,8 +137,7 @@ def _constants(program: Any) -> Iterator[Any]:
 
 def _same_bits(one: Any, other: Any) -> bool:
     one, other = (
-        jax.random.key_data(leaf) if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key) else leaf
+        np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key) else leaf)
         for leaf in (one, other)
     )
-    one, other = np.asarray(one), np.asarray(other)
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

@@ -59,10 +59,10 @@ def next_values(
     length = min(each, LANE)
     begins = jnp.arange(lanes, dtype=jnp.int32)[:, None] * each
 
-    def chunk(data: Array, index: Array) -> Chunk:
+    def sample(data: Array, index: Array) -> Chunk:
         step = index.astype(jnp.int32) * length + jnp.arange(length, dtype=jnp.int32)
         at = begins + jnp.minimum(step, each - 1)[None, :]
         weight = jnp.repeat((step < each)[None, :].astype(float), lanes, axis=0)  # the last chunk may not be full
         return Chunk(inputs(data[at]), targets(data[at + 1]), weight=weight)
 
-    return HeldOut(data, -(-each // length), chunk)
+    return HeldOut(data, -(-each // length), sample)

@@ -101,7 +101,7 @@ def _held_out(data: Images, brightest: int, batch_size: int) -> HeldOut:
     """Each image once, whole; those that fill up the last batch do not count."""
     count, steps = data.steps.shape[:2]
 
-    def chunk(data: Images, index: Array) -> Chunk:
+    def sample(data: Images, index: Array) -> Chunk:
         image = index.astype(jnp.int32) * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
         weight = jnp.repeat((image < count)[:, None].astype(float), steps, axis=1)
         image = jnp.minimum(image, count - 1)
@@ -109,7 +109,7 @@ def _held_out(data: Images, brightest: int, batch_size: int) -> HeldOut:
         targets = jnp.repeat(data.labels[image][:, None], steps, axis=1)
         return Chunk(data.steps[image].astype(float) / brightest, targets, reset, weight)
 
-    return HeldOut(data, -(-count // batch_size), chunk)
+    return HeldOut(data, -(-count // batch_size), sample)
 
 
 def check_images(images: np.ndarray, labels: np.ndarray, brightest: int, n_classes: int) -> None:

@@ -55,7 +55,7 @@ def measured_every(task: Task, every: int) -> int | None:
     if task.held_out is None:
         return None
     streams, length = _shape(task)
-    steps = task.held_out.count * streams * length
+    steps = task.held_out.chunks * streams * length
     least = max(OFTEN, -(-steps // int(max(1, SHARE * task.batch_size * task.length))))
     return -(-least // every) * every
 
@@ -80,18 +80,18 @@ def held_out_loss(model: Model, task: Task, ts: TrainState) -> Callable[[TrainSt
     def one(data: PyTree, params: Params) -> Array:
         def step(carry: tuple, index: Array) -> tuple[tuple, None]:
             state, total, weight = carry
-            chunk = held.chunk(data, index)
+            chunk = held.sample(data, index)
             found, state = losses(model, params, state, chunk)
             counted = jnp.ones_like(found) if chunk.weight is None else chunk.weight.astype(found.dtype)
             return (state, total + jnp.sum(found), weight + jnp.sum(counted)), None
 
         zero = jnp.zeros((), jax.eval_shape(first, data, params).dtype)
         begun = (fresh(model, params, streams), zero, zero)
-        (_, total, weight), _ = jax.lax.scan(step, begun, jnp.arange(held.count, dtype=jnp.int32))
+        (_, total, weight), _ = jax.lax.scan(step, begun, jnp.arange(held.chunks, dtype=jnp.int32))
         return (total / weight).astype(jnp.float32)
 
     def first(data: PyTree, params: Params) -> Array:
-        return losses(model, params, fresh(model, params, streams), held.chunk(data, jnp.zeros((), jnp.int32)))[0]
+        return losses(model, params, fresh(model, params, streams), held.sample(data, jnp.zeros((), jnp.int32)))[0]
 
     over_seeds = jax.jit(jax.vmap(one, in_axes=(None, 0)), out_shardings=everywhere(ts))
     return lambda ts: np.asarray(over_seeds(held.data, ts.params))
@@ -113,7 +113,7 @@ def _shape(task: Task) -> tuple[int, int]:
     """Streams and steps of a chunk that is held out."""
     held = task.held_out
     assert held is not None
-    chunk = jax.eval_shape(held.chunk, held.data, jax.ShapeDtypeStruct((), jnp.int32))
+    chunk = jax.eval_shape(held.sample, held.data, jax.ShapeDtypeStruct((), jnp.int32))
     streams, length = jax.tree.leaves(chunk.targets)[0].shape[:2]
     return streams, length
 
