@@ -368,9 +368,9 @@ def widened(params: Params) -> Params:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> params = widened(Params({"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2)}, {"w": jnp.ones(2)}))
-      >>> params.cell["w"].dtype.name
-      'float32'
+      >>> params = widened(Params(cell=[jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float16)], head=()))
+      >>> [leaf.dtype.name for leaf in params.cell]
+      ['float32', 'float32']
     """
     return Params(in_dtype(params.cell, work_dtype(params.cell)), in_dtype(params.head, work_dtype(params)))
 
