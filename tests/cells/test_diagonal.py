@@ -51,6 +51,30 @@ def test_is_the_published_cell(name):
     assert np.max(np.abs(want)) > 0.1  # there is something to compare
 
 
+def test_biases_and_own_weights_begin_as_they_should():
+    """A bias is that of its gate alone; an eLSTM's units hardly listen to themselves at first, as published."""
+    w = sg.cells.mingru(2, 3, update_bias=-2.0).init_params(jax.random.key(0))["w"]
+    assert w[:, -1].tolist() == [-2.0] * 3 + [0.0] * 3
+    params = sg.cells.elstm(2, 500, forget_bias=0.5).init_params(jax.random.key(0))
+    assert params["w"][:, -1].tolist() == [0.5] * 500 + [0.0] * 500
+    for name in ("w_f", "w_z"):
+        np.testing.assert_allclose(np.std(params[name]), 0.1, rtol=0.15)  # of 500 numbers: five standard errors
+
+
+def test_credit_of_each_stream():
+    """Each stream's own gradient goes back to the parameters as they were given, and not only the mean of all."""
+    model = MODELS["lru"]
+    params, est = make_params(model), made(sg.rtrl, model)
+    many, inputs = sg.batched(est, 2), jnp.stack([make_chunk(model, 3, seed=seed).inputs for seed in range(2)])
+    g = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, model.width)))
+    _, state = many.advance(params, many.init(params), inputs, None)
+    each = many.credit(params, state, g, per_stream=True)
+    for stream in range(2):
+        _, alone = est.advance(params, est.init(params), inputs[stream], None)
+        own = jax.tree.map(lambda leaf, stream=stream: leaf[stream], each)
+        assert error(own, est.credit(params, alone, g[stream])) < 1e-12
+
+
 @pytest.mark.parametrize("name", few(CELLS, "lru", "elstm"))
 def test_bptt_is_the_gradient_through_a_scan(name):
     model = MODELS[name]

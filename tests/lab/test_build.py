@@ -4,12 +4,13 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import streamgrad as sg
 from streamgrad.lab.cli.main import main
 from streamgrad.lab.tasks import find_task
-from streamgrad.lab.training.build import CELLS, make_model
+from streamgrad.lab.training.build import CELLS, make_model, make_optimizer
 from tests.tools import error, few, run
 
 TASK = find_task("queue", delay=2, batch_size=1, length=4)
@@ -24,6 +25,24 @@ def test_every_cell_can_be_stacked(cell, layers):
     assert len(params.cell) == layers if layers > 1 else isinstance(params.cell, dict)
     shapes = jax.eval_shape(model.run, params, model.init_state(params), jnp.ones((4, TASK.n_in)))
     assert shapes[0].shape == (4, 6 if cell in ("lru", "rtu") else 3)
+
+
+def test_the_gradient_is_clipped_before_the_optimiser_sees_it():
+    """Of a gradient of norm 10 an optimiser that clips at 2 makes what it makes of one of norm 2."""
+    gradient = jnp.asarray([6.0, -8.0])
+    for name, momentum in (("sgd", 0.9), ("rmsprop", 0.0), ("adam", 0.9)):
+        found = []
+        for clip, g in ((2.0, gradient), (None, gradient / 5), (100.0, gradient / 5)):
+            optimizer = make_optimizer(name, 0.1, momentum, clip)
+            state, moved = optimizer.init(g), jnp.zeros(2)
+            for _ in range(3):
+                updates, state = optimizer.update(g, state, moved)
+                moved = moved + updates
+            found.append(np.asarray(moved))
+        np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
+        np.testing.assert_allclose(found[2], found[1], rtol=1e-12)
+        if name == "sgd":  # each step adds 0.9 of the last one
+            np.testing.assert_allclose(found[0], -0.1 * (1 + 1.9 + 2.71) * np.asarray(gradient) / 5, rtol=1e-6)
 
 
 @pytest.mark.slow

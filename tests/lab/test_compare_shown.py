@@ -1,6 +1,7 @@
 """What is shown of a comparison: ranks, the frontier and its figure, and the command with its refusals."""
 
 import csv
+import itertools
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from matplotlib.text import Text
 from streamgrad.lab import Comparison, frontier, ranks
 from streamgrad.lab.cli.compare import advice, heading
 from streamgrad.lab.cli.main import main
-from streamgrad.lab.report.frontier import draw_frontier, write_frontier
+from streamgrad.lab.report.frontier import _staircase, draw_frontier, write_frontier
 from streamgrad.lab.report.labels import shared_area
 from tests.lab.measured import measured
 
@@ -110,6 +111,17 @@ def test_the_figure_of_any_rows_can_be_drawn(tmp_path):
     biased = BASE._replace(verdict="biased", us_per_step=3.0)
     for some in ([*TABLE, biased], TABLE[:1], [BASE]):
         check_figure(some)
+
+
+def test_the_line_of_the_frontier_says_what_can_be_had_for_a_cost():
+    """Between two rows that is the cheaper one: the line goes to the right first, and down where the better one is."""
+    best = frontier(TABLE)
+    line = list(_staircase(best, "us_per_step", 1e-3, 200.0))
+    spots = [(1.0, 1.0), (5.0, 0.6), (10.0, 0.1), (50.0, 1e-3)]  # time and error, the exact one at the floor
+    want = []
+    for (x, y), (after, below) in itertools.pairwise([*spots, (200.0, 1e-3)]):
+        want += [((x, y), (after, y)), ((after, y), (after, below))]
+    np.testing.assert_allclose(line, want)
 
 
 @pytest.mark.slow

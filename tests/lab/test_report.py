@@ -259,6 +259,19 @@ def test_a_name_with_dollars_is_no_formula(tmp_path, capsys):
     assert all(f">{name}</text>" in page for name in names)
 
 
+def test_final_numbers_are_those_of_the_last_tenth(tmp_path, capsys):
+    """Of the updates that a seed has made: of 40 the last 4, of 20 the last 2."""
+    made = {4: 40, 7: 20}
+    rows = "".join(f"{u},{s},{u},{2 * u}\n" for u in range(1, 41) for s in made if u <= made[s])
+    folder = write_training(tmp_path / "run", f"update,seed,loss,gradient_norm\n{rows}")
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    table = [row.split("</td>")[:-1] for row in page.split("<tbody>")[1].split("<tr>")[1:]]
+    cells = [[cell.split(">")[-1] for cell in row] for row in table]
+    assert cells[0] == ["4", "40", "1.00", "38.5", "1.00", "77.0"]  # means of 37 … 40, and of their doubles
+    assert cells[1] == ["7", "20", "1.00", "19.5", "1.00", "39.0"]
+
+
 @pytest.mark.parametrize(
     "metrics, says",
     [

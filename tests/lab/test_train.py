@@ -14,7 +14,7 @@ import pytest
 import streamgrad as sg
 from streamgrad.lab.cli.main import main
 from streamgrad.lab.tasks import Task, find_task
-from streamgrad.lab.training import Diverged, Plan, begin, load_params, metrics, read_metrics, train
+from streamgrad.lab.training import Diverged, Plan, begin, load_params, loop, metrics, read_metrics, train
 from streamgrad.lab.training.checkpoint import Checkpoints, steps
 from streamgrad.lab.training.measure import untrained_loss
 from tests.lab.counting import PLAN, counting, parts, same
@@ -77,6 +77,24 @@ def test_a_seed_that_is_not_finite_stops_alone(tmp_path, caplog):
         for name in ("params", "estimator", "optimizer"):
             assert same(getattr(mine, name), getattr(its, name))
         assert mine.task.made == its.task.made
+
+
+def test_parameters_that_would_not_be_finite_are_not_taken():
+    """Although loss and gradient are: the second update of this optimiser goes too far."""
+
+    def update(grads, made, params):
+        return jax.tree.map(lambda g: jnp.where(made == 1, jnp.inf, -0.1 * g), grads), made + 1
+
+    far = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+    model, task, est, _ = parts(counting())
+    step = loop.training_step(task, est, far)
+    ts = loop.begin(model, task, est, far, jax.random.key(0))
+    first, _ = step(task.data, ts)
+    second, row = step(task.data, first)
+    third, _ = step(task.data, second)
+    assert int(first.stopped) == -1 and int(second.stopped) == int(third.stopped) == 1
+    assert all(np.isfinite(value) for value in row.values())
+    assert same(second.params, first.params) and same(third.params, first.params)
 
 
 @pytest.mark.slow

@@ -133,6 +133,21 @@ def test_beta_is_that_of_the_theory():
     np.testing.assert_allclose(info.diagnostics["beta"], want, rtol=1e-10)
 
 
+def test_coefficients_of_preuoro_are_those_of_the_theory():
+    """Of N rows it averages over, the theory counts ‖a‖² N times: β is the fourth root of N larger there.
+
+    With nothing averaged over time β is free of noise, and so is γ after a single step.
+    """
+    model = make_model("vanilla", n_hidden=4)
+    params, chunk = make_params(model), make_chunk(model, 5, reset=(2,))
+    want = sg.variance.greedy_alpha(sg.variance.collect(model, params, chunk))
+    est = sg.preuoro(model, rescale=sg.noise.greedy(decay=0.0))
+    told = est.update(params, est.init(params), chunk, jax.random.key(0))[2].diagnostics
+    np.testing.assert_allclose(told["beta"][:, 0] * 4**0.25, want.beta, rtol=1e-10)
+    second = np.array([1, 3])  # of both episodes
+    np.testing.assert_allclose(told["gamma"][second, 0], want.gamma[second], rtol=1e-10)
+
+
 @pytest.mark.parametrize("rescale", few(["gir", "none", "greedy"], "gir"))
 def test_nobacktrack_is_unbiased(rescale):
     model = make_model("vanilla")

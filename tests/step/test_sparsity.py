@@ -14,10 +14,17 @@ from tests.tools import bptt, error, few, make_chunk, make_params, run, split
 MASK = np.array([[1, 0, 0, 1], [0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]], float)
 
 
-def masked():
+def masked(*masks):
     """Weights of which some are always zero."""
+
+    def step(p, h, x):
+        w = p["w"]
+        for mask in masks:
+            w = mask * w
+        return jnp.tanh(w @ h + p["v"] @ x)
+
     return sg.cells.from_function(
-        lambda p, h, x: jnp.tanh((p["w"] * MASK) @ h + p["v"] @ x),
+        step,
         lambda key: {"w": jax.random.normal(key, (4, 4)), "v": jax.random.normal(key, (4, 2))},
         lambda: jnp.zeros(4),
         example_input=jnp.zeros(2),
@@ -79,7 +86,8 @@ CELLS = {
     "mingru": sg.cells.mingru(2, 3),
     "adaptive lif": sg.cells.lif(2, 3, beta=0.5),
     "stack": sg.cells.stack(sg.cells.lru(2, 2, n_out=2), sg.cells.gru(2, 2)),
-    "masked": masked(),
+    "masked": masked(MASK),
+    "masked twice": masked(MASK, MASK * MASK[::-1], jnp.asarray(np.tri(4))),
     "columns": columns(),
     "odd": odd(),
 }
@@ -110,7 +118,7 @@ def somewhere(model):
     return found
 
 
-@pytest.mark.parametrize("name", few(CELLS, "gru", "masked", "columns"))
+@pytest.mark.parametrize("name", few(CELLS, "gru", "masked", "masked twice", "columns"))
 def test_pattern_is_where_derivatives_are(name):
     pattern = find_pattern(MODELS[name])
     state, cut = somewhere(MODELS[name])

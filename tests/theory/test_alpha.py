@@ -80,6 +80,12 @@ def test_no_worse_than_scipy():
         np.testing.assert_allclose(sol.value, ours + np.trace(c), rtol=1e-10)
 
 
+def test_alpha_has_a_geometric_mean_of_one():
+    for c in hard_matrices()[:12]:
+        alpha = np.asarray(sg.variance.optimal_alpha(jnp.asarray(np.pad(c, (0, PADDED[1] - len(c))))).alpha)
+        assert np.all(alpha > 0) and abs(np.mean(np.log(alpha))) < 1e-10
+
+
 def test_gradient_is_as_documented():
     """V's gradient in ζ is (C̄^T - C̄) 1, and zero at the solution."""
     c = jnp.asarray(hard_matrices()[3])

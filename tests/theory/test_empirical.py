@@ -7,6 +7,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
+from streamgrad.theory.empirical import moments, summary
 from tests import tools
 
 
@@ -53,6 +54,20 @@ def test_equals_numpy(n, block):
     squares = np.sum((samples - samples.mean(axis=0)) ** 2, axis=1)
     np.testing.assert_allclose(got.total_variance_error, squares.std(ddof=1) / np.sqrt(n), rtol=0.2)
     assert got.samples == n
+
+
+def test_the_standard_error_hardly_depends_on_the_centre():
+    """Squared norms are measured from a centre off the mean by δ; what is left of it is of order δ², and not δ."""
+    samples = jnp.asarray(np.random.default_rng(0).exponential(size=(400, 3)))  # skewed, so that order δ would be seen
+    mean = jnp.mean(samples, axis=0)
+    squares = np.sum(np.asarray(samples - mean[None]) ** 2, axis=1)
+    want = squares.std(ddof=1) / np.sqrt(400)
+    off = []
+    for delta in (1e-3, 1e-4):
+        centre = mean + delta
+        found = moments(samples, centre)
+        off.append(abs(float(summary(found, found.mean)[2]) / want - 1))
+    assert off[0] < 1e-5 and off[1] < 1e-7
 
 
 @pytest.mark.slow

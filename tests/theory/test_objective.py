@@ -11,6 +11,7 @@ from jax.flatten_util import ravel_pytree
 import streamgrad as sg
 from streamgrad.noise.groups import make_groups
 from streamgrad.theory.covariance import dense_jacobian
+from streamgrad.theory.predictions import find_prediction
 from tests import tools
 from tests.reference import theory as textbook
 
@@ -38,6 +39,18 @@ def blocks_q0(model, groups, seed=1):
     layout = sg.cuts.layout(model.cell, model.cell.cuts["preactivation"])
     index = np.array(make_groups(layout, "preactivation", groups).index)
     return np.where(index[:, None] == index[None, :], tools.random_q0(layout.size, seed), 0), index
+
+
+def test_prediction_across_chunks():
+    """It is told the α of every chunk, and the last one's has no say: noise that the last chunk adds is never seen."""
+    model = tools.make_model("vanilla")
+    chunk = tools.make_chunk(model, 6)
+    ep = sg.variance.collect_chunks(model, tools.make_params(model), chunk, length=2)
+    alpha, options = jnp.asarray(tools.random_alpha(3, 2)), {"inside": "backprop", "blocks": 2}
+    found = find_prediction("uoro", options).variance(ep, alpha, options)
+    want = sg.variance.across_variance(ep, alpha[:2], 2, kurtosis=-2.0)
+    np.testing.assert_allclose(found, want, rtol=1e-12)
+    assert not np.isclose(want, sg.variance.across_variance(ep, alpha[1:], 2, kurtosis=-2.0))
 
 
 COLLECTED = [

@@ -8,6 +8,8 @@ import scipy.optimize
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
+from streamgrad.noise.groups import Groups
+from streamgrad.theory.online_b import advance_b, init_b
 from tests import tools
 from tests.reference import unrolled
 
@@ -153,7 +155,42 @@ def test_greedy_with_zeros_resets_and_groups():
     assert exact <= sg.variance.v(ep, sg.variance.greedy_alpha(ep).alpha)
 
 
+def test_greedy_of_two_episodes_is_that_of_each():
+    """Nothing of the first has a say in the second."""
+    model, params, chunk, ep = episode("lstm", 7, 2, reset=(3,))
+    both = sg.variance.greedy_alpha(ep)
+    parts = [part._replace(reset=None) for part in tools.split(chunk, (3, 4))]
+    each = [sg.variance.greedy_alpha(sg.variance.collect(model, params, part)) for part in parts]
+    for name in ("beta", "gamma", "alpha"):
+        want = np.concatenate([getattr(one, name) for one in each])
+        np.testing.assert_allclose(getattr(both, name), want, rtol=1e-10)
+
+
 # Appendix F
+
+
+def test_online_b_does_not_depend_on_how_alpha_is_split():
+    """γ = 1 and β = α, or any γ: a and the tangents of both halves stay in proportion, and so do m and n."""
+    model, params, chunk, ep = episode("vanilla", 4, 2)
+    groups = Groups(1, np.zeros(ep.size, int), ep.rows)
+    alpha, gamma = tools.random_alpha(4), np.array([1.0, 1.7, 0.6, 2.5])
+    beta = alpha / np.append(np.cumprod(gamma[:0:-1])[::-1], 1)  # α_s = β_s γ_{s+1} … γ_T
+    noise = sg.variance.draw_b_noise(jax.random.key(0), 4, ep.size)
+
+    def totals(gamma, beta):
+        state, memory = model.init_state(params), init_b(groups, 2, jnp.float64)
+        for t in range(4):
+            at = sg.cuts.linearise(model.cell.cuts["preactivation"], params.cell, state, chunk.inputs[t])
+            dl_dstate = model.read_out(params.head, at.state, chunk.targets[t])[2]
+            here = jax.tree.map(lambda leaf, t=t: leaf[t], noise)
+            memory = advance_b(groups, memory, at, dl_dstate, here, gamma[t : t + 1], beta[t : t + 1], "none")
+            state = at.state
+        return np.outer(memory.m.total, memory.n.total)
+
+    plain = totals(jnp.ones(4), jnp.asarray(alpha))
+    np.testing.assert_allclose(totals(jnp.asarray(gamma), jnp.asarray(beta)), plain, rtol=1e-10)
+    want = sg.variance.estimate_b_online(model, params, chunk, noise, alpha, rescale="none").b
+    np.testing.assert_allclose((plain + plain.T) / 2, want, rtol=1e-10)
 
 
 @pytest.mark.parametrize("rescale", tools.few(["gir", "none"], "gir"))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, PyTree
@@ -77,7 +78,7 @@ def digest(task: Task) -> str:
     found = hashlib.sha256(task.symbols.encode("utf-8", "surrogatepass"))
     held_out = None if task.held_out is None else task.held_out.data
     for path, leaf in jax.tree_util.tree_leaves_with_path((task.data, held_out)):
-        is_key = hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         array = np.ascontiguousarray(jax.random.key_data(leaf) if is_key else leaf)
         found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
         found.update(array.tobytes())
