@@ -126,7 +126,7 @@ def check_is_cell(cell: Any) -> None:
 def check_estimator(est: Any) -> None:
     """`est` is a `GradientEstimator`."""
     if not isinstance(est, GradientEstimator):
-        raise ValueError(f"est must be an estimator, such as streamgrad.uoro(model) returns, not {kind_of(est)}.")
+        raise ValueError(f"est must be an estimator, such as streamgrad.rtrl(model) returns, not {kind_of(est)}.")
 
 
 def check_cell(step: Any, init_params: Any, init_state: Any, output: Any, first: str = "params") -> PyTree:
