@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, PyTree
@@ -59,7 +60,7 @@ def digest(task: Task) -> str:
     """
     found = hashlib.sha256(task.symbols.encode("utf-8", "surrogatepass"))
     for path, leaf in jax.tree_util.tree_leaves_with_path(task.data):
-        is_key = hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         array = np.ascontiguousarray(jax.random.key_data(leaf) if is_key else leaf)
         found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
         found.update(array.tobytes())
