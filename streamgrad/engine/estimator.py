@@ -182,13 +182,14 @@ def over_streams(
     return outcome._replace(state=outcome.state._replace(shared=shared))
 
 
-def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None, *, label: str) -> Engine:
+def estimator(model: Model, algorithm: Algorithm, noisy: Noisy | None = None, *, label: str = "estimator") -> Engine:
     """Put the checks of the input before an algorithm, compile it, and add the form for many streams.
 
     Args:
       model: the model whose gradients are estimated.
       algorithm: for one stream.
       noisy: what of its noise may be chosen from outside.
+      label: what `repr` shows.
 
     Returns:
       The estimator. Its functions are traced once for each shape, whether the caller compiles them or not. Where the

@@ -21,7 +21,7 @@ from streamgrad.lab import interrupts
 
 try:
     import fcntl
-except ImportError:  # not on Windows
+except ImportError:  # on Windows, where nothing is locked
     fcntl = None
 
 LOCK = ".lock"
@@ -92,6 +92,9 @@ def locked(path: Path, what: str) -> Iterator[None]:
       path: of the lock.
       what: is locked by it, in words.
     """
+    if fcntl is None:
+        yield
+        return
     new = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     process, fd = os.getpid(), None
     try:
@@ -159,8 +162,7 @@ def _unwritable(folder: Path, error: OSError) -> OSError:
 
 def _flock(fd: int) -> bool | None:
     """Whether the kernel gave us the lock; None where it knows no locks of such files."""
-    if fcntl is None:
-        return None
+    assert fcntl is not None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -100,6 +100,33 @@ def test_a_process_that_is_killed_ends_the_run_which_goes_on(tmp_path, dead):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("asked", [0, 1])
+def test_sigterm_to_one_process_stops_both_at_a_checkpoint(tmp_path, asked):
+    """And while they run, two others on the same folder end at once."""
+    alone, broken = tmp_path / "alone", tmp_path / "broken"
+    options = ("--updates", "1000000")
+    both = start_two(broken, *options)
+    try:
+        while not (broken / "metrics.csv").exists() or not (broken / "metrics.csv").stat().st_size:
+            assert both[0].poll() is None, both[0].communicate()
+            time.sleep(0.05)
+        others = start_two(broken, *options, "--resume")
+        first, second = (process.communicate(timeout=60)[1] for process in others)
+        assert [process.returncode for process in others] == [1, 1]
+        assert f"is being written by process {both[0].pid} on" in first and "could not have" in second
+        both[asked].send_signal(signal.SIGTERM)
+        said = [process.communicate(timeout=60)[1].splitlines()[-1] for process in both]
+        assert [process.returncode for process in both] == [143, 143], said
+    finally:
+        for process in both:
+            process.kill()
+    at = steps(broken / "checkpoint")[-1]
+    assert said == [f"stopped; the same command with --resume goes on from update {at}."] * 2
+    finish(start(alone, "--updates", str(at)))
+    assert same(broken, alone)
+
+
+@pytest.mark.slow
 def test_errors_are_one_sentence(tmp_path):
     for options, words in (
         (("--devices", "3"), "4 streams cannot be spread evenly over the 3 devices"),

@@ -1,5 +1,6 @@
 """One process at a time: who has a lock is named, what a dead process left is taken over, and never by two at once."""
 
+import errno
 import json
 import os
 import platform
@@ -79,7 +80,7 @@ def test_what_a_dead_process_left_is_taken_over(tmp_path, number):
 
 
 RACE = """
-if "no flock" in sys.argv: locks.fcntl = None
+if "no flock" in sys.argv: locks._flock = lambda fd: None
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -133,7 +134,7 @@ def write_lock(folder: Path, **changes) -> None:
 @pytest.fixture
 def no_flock(monkeypatch):
     """As on a file system that has none."""
-    monkeypatch.setattr(locks, "fcntl", None)
+    monkeypatch.setattr(locks, "_flock", lambda fd: None)
 
 
 def test_without_flock_a_live_process_is_known_by_its_number_and_start(tmp_path, no_flock):
@@ -155,8 +156,8 @@ def test_without_flock_a_live_process_is_known_by_its_number_and_start(tmp_path,
 
 def test_of_another_host_it_is_said_what_to_do(tmp_path, monkeypatch):
     write_lock(tmp_path, pid=7, host="elsewhere", boot="theirs", since="2026-01-02T03:04:05+00:00")
-    for flock in (locks.fcntl, None):
-        monkeypatch.setattr(locks, "fcntl", flock)
+    for flock in (locks._flock, lambda fd: None):
+        monkeypatch.setattr(locks, "_flock", flock)
         with pytest.raises(Busy) as error, locked_folder(tmp_path):
             pass
         words = "process 7 on the host elsewhere since 2026-01-02T03:04:05+00:00"
@@ -172,8 +173,18 @@ def test_of_another_container_on_this_machine_flock_decides(tmp_path, monkeypatc
     with locked_folder(tmp_path):
         assert holder_of(tmp_path)["host"] == platform.node()
     write_lock(tmp_path, host="another-container")
-    monkeypatch.setattr(locks, "fcntl", None)
+    monkeypatch.setattr(locks, "_flock", lambda fd: None)
     with pytest.raises(Busy, match="on the host another-container"), locked_folder(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_flock_is_known_by_its_error(tmp_path, monkeypatch, number):
+    def flock(fd, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    with locked_folder(tmp_path), pytest.raises(Busy, match=f"by process {os.getpid()} on"), locked_folder(tmp_path):
         pass
 
 

@@ -69,9 +69,10 @@ def answer(argv: Sequence[str]) -> int:
     except (ValueError, OSError, ArithmeticError) as error:  # what a user can mend; the rest keeps its traceback
         if interrupts.asked():  # what Ctrl-C became on its way
             return interrupts.say_stopped()
-        full = isinstance(error, OSError) and error.errno in FULL and error.filename is None
-        what = f"cannot write its output: {error.strerror}." if full else error  # all files of ours have names
-        print(f"streamgrad {name}: {what}", file=sys.stderr)
+        said = str(error)
+        if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+            said = f"cannot write its output: {error.strerror}."  # an error of ours would name a file
+        print(f"streamgrad {name}: {said}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return interrupts.say_stopped()
