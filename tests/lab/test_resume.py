@@ -76,6 +76,11 @@ def test_a_hash_tells_all_data_apart():
     turned = task.data._replace(steps=task.data.steps.reshape(1500, 4, 16))
     found = {digest(task._replace(data=data)) for data in (task.data, one, other, turned, (), {"a": jax.random.key(3)})}
     assert len(found) == 6
+    assert task.held_out is not None  # what is only measured, too
+    held_out = task.held_out._replace(
+        data=jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].add(1), task.held_out.data)
+    )
+    assert digest(task._replace(held_out=held_out)) != digest(task)
 
 
 def test_an_experiment_goes_on_with_its_data(tmp_path, capsys, monkeypatch):
