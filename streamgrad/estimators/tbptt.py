@@ -264,7 +264,7 @@ class _Truncated:
         over = forgotten(reset, self.kept)
         if reset is None or over is None:
             return past
-        first = length - 1 - jnp.argmax(reset[::-1])  # of the last episode
+        first = length - 1 - jnp.argmax(reset[::-1]).astype(past.steps.dtype)  # of the last episode
         steps = jnp.where(jnp.any(reset), jnp.minimum(length - first, self.kept), past.steps)
         begun = jnp.any(reset) & (length - first <= self.kept) if self.replay else over
 
@@ -272,7 +272,7 @@ class _Truncated:
             return jnp.where(begun.reshape(-1, *(1,) * new.ndim), new[None], old)
 
         states = jax.tree.map(again, self.model.init_state(params), past.states)
-        return Past(states, cleared(over, past.inputs), past.begins | over, steps.astype(past.steps.dtype))
+        return Past(states, cleared(over, past.inputs), past.begins | over, steps)
 
 
 class _Now(NamedTuple):

@@ -187,6 +187,7 @@ QUICK = {
     ("rtrl", "flax", "float32-under-x64"),
     ("snap", "flax", "float32-under-x64"),
     ("ok", "gru", "strict"),
+    ("tbptt", "gru", "strict"),
     ("ok", "gru", "bfloat16"),
     ("sketch", "gru", "bfloat16"),
     ("rflo", "gru", "bfloat16"),
