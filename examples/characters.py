@@ -68,7 +68,7 @@ def main(arguments=None):
 
     def write(now, key):
         output, state = model.run(params, now[0], one_hot(now[1])[None])
-        code = jax.random.categorical(key, jnp.log(model.head.predict(params.head, output[0])) / 0.7)
+        code = jax.random.categorical(key, jnp.log(model.predict(params, output[0])) / 0.7)
         return (state, code), code
 
     start, keys = (model.init_state(params), codes[0, 0]), jax.random.split(jax.random.key(1), 100)

@@ -71,7 +71,7 @@ def main(arguments=None):
     shown = "110100111010001101110010"
     for bit in shown:
         h = trained(jnp.array([float(bit)]), h)
-        recalled += "01"[int(model.head.predict(params.head, h)[0] > 0.5)]
+        recalled += "01"[int(model.predict(params, h)[0] > 0.5)]
     print(f"shown    {shown}\nrecalled {'':{DELAY}}{recalled[DELAY:]}")
 
 

@@ -140,13 +140,21 @@ class Model:
         """
         many = self._is_of_many(state)
         if many:
-            streams, given = (
-                len(jax.tree.leaves(state)[0]),
-                common_length({"inputs": inputs, "reset": reset}, "the batch"),
-            )
+            streams = len(jax.tree.leaves(state)[0])
+            given = common_length({"inputs": inputs, "reset": reset}, "the batch")
             if streams != given:
-                raise ValueError(f"state is that of {streams} streams, but inputs, [B, T, ...], are those of {given}.")
-        self._check_run(params, *(one_step((state, inputs, reset)) if many else (state, inputs, reset)))
+                raise ValueError(
+                    f"state is that of {streams} streams, but inputs, [B, T, ...], have {given} along their first "
+                    "axis: pass the inputs of as many streams, or the state of one."
+                )
+            self._check_run(params, *one_step((state, inputs, reset)))
+        elif self._have_streams(inputs):
+            raise ValueError(
+                "inputs have an axis for streams, [B, T, ...], but state is that of one stream: pass the state of as "
+                "many, such as the field cell of the state of a batched estimator."
+            )
+        else:
+            self._check_run(params, state, inputs, reset)
         values = on_host(inputs)
         if values is not None:
             self.cell.check_values(values)
@@ -193,6 +201,12 @@ class Model:
     @functools.cached_property
     def _state_shapes(self) -> list[tuple[int, ...]]:
         return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(self.cell.init_state))]
+
+    def _have_streams(self, inputs: PyTree) -> bool:
+        """Whether inputs have an axis more than time before those of one x."""
+        one = [leaf.shape for leaf in jax.tree.leaves(self.cell.example_input)]
+        given = [np.shape(leaf) for leaf in jax.tree.leaves(inputs)]
+        return bool(one) and [shape[2:] for shape in given] == one and all(len(shape) > 1 for shape in given)
 
     def _is_of_many(self, state: PyTree) -> bool:
         """Whether a state has an axis for streams before those of the cell's own."""

@@ -48,8 +48,8 @@ class Info(NamedTuple):
       loss: L_t, one per step, times its weight: what is differentiated is their sum.
       diagnostics: by name, arrays with time as leading axis, such as UORO's `gamma` and `beta`.
       outputs: y_t, the cell's output at each step, which the loss was read from: what the network said while it
-        learnt. `Model.predict(params, info.outputs)` is what the head made of it. None of an estimator that does not
-        tell.
+        learnt. `Model.predict(params, info.outputs)` is what the head made of it. None for estimators that do not
+        report it.
     """
 
     loss: Float[Array, " T"]
@@ -80,6 +80,8 @@ def _no_advance(params: Params, state: EstimatorState, inputs: PyTree, key: Any,
 def _no_credit(params: Params, state: EstimatorState, dl_doutput: Array) -> Any:
     raise ValueError("this estimator has no credit: it was made of init and update alone.")
 
+
+UNNAMED = "GradientEstimator(init, update)"  # the label of an estimator from elsewhere
 
 # What `help` says of an estimator's functions.
 HELP = {
@@ -124,16 +126,17 @@ HELP = {
       dl_doutput: dL/dy_t, of the output's shape.
 
     Returns:
-      A gradient like `params.cell`; of a batch, the mean over streams. The state stays as it is.
+      A gradient like `params.cell`; of a batch, the mean over streams, or with `per_stream=True` each stream's own. The
+      state stays as it is.
     """,
 }
 
 
-def call(name: str, **options: Any) -> str:
+def label_of(name: str, **options: Any) -> str:
     """How an estimator is written, in a line, for its `label`; options that are None are left out.
 
     Example:
-      >>> call("ok", rank=8, noise=None)
+      >>> label_of("ok", rank=8, noise=None)
       'ok(rank=8)'
     """
     shown = {option: value for option, value in options.items() if value is not None}
@@ -185,11 +188,11 @@ class GradientEstimator:
     update: Callable[[Params, EstimatorState, Chunk, Any], tuple[Params, EstimatorState, Info]]
     advance: Callable[..., tuple[Array, EstimatorState]] = _no_advance
     credit: Callable[..., PyTree] = _no_credit
-    label: str = dataclasses.field(default="GradientEstimator(init, update)", kw_only=True)
+    label: str = dataclasses.field(default=UNNAMED, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Give functions that say nothing of themselves the contract's words: `help(est.update)` is for users."""
-        for name, text in HELP.items():
+        """Give the library's own functions the contract's words: `help(est.update)` is for users."""
+        for name, text in HELP.items() if self.label != UNNAMED else ():
             function = getattr(self, name)
             if inspect.isfunction(function) and function.__doc__ is None:
                 function.__doc__ = text

@@ -103,7 +103,7 @@ def _noisy(est: GradientEstimator) -> Noisy:
     if not isinstance(est, Engine) or est.noisy is None:
         raise ValueError(
             "carried needs uoro at the preactivations or preuoro, for one stream, with q0 and rescale left as they "
-            "are: it chooses Q_0 and alpha by itself."
+            f"are, since it chooses Q_0 and alpha by itself, not {est!r}: batched and monitored go around it."
         )
     return est.noisy
 

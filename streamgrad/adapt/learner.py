@@ -293,13 +293,13 @@ def balanced(memory: Any) -> Bool[Array, ""]:
     limit = jnp.asarray(_LARGEST_IMBALANCE, tangent.dtype) ** 2
     apart = jnp.sqrt(tangent) / jnp.sqrt(jnp.where(cotangent > 0, cotangent, 1))
     empty = (tangent == 0) | (cotangent == 0)
-    gone = ~jnp.isfinite(tangent + cotangent)  # it is for its reset to mend, and must not decide for the others
+    gone = ~jnp.isfinite(tangent + cotangent)  # a stream that waits for its reset does not decide for the others
     return jnp.all(empty | gone | ((apart < limit) & (apart > 1 / limit)))
 
 
-def _mean_of(tree: PyTree, which: Bool[Array, " b"]) -> PyTree:
-    """The mean over streams, of which those that are not among them count as zero."""
-    return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), cleared(~which, tree))
+def _mean_of(tree: PyTree, finite: Bool[Array, " b"]) -> PyTree:
+    """The sum over the streams that are finite, divided by the number of all streams."""
+    return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), cleared(~finite, tree))
 
 
 def _stored(dtype: Any, real: Any) -> Any:

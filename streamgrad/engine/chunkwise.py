@@ -189,7 +189,7 @@ def _older(
     """The older credit, of which streams whose episode begins with the chunk have none, whatever became of them.
 
     dL_chunk/dh_0 is zero for them, which is enough where their influence is finite. It costs a pass over the influence
-    to clear it, which is made where credit is not finite, and so hardly ever.
+    to clear it, which is made only where credit is not finite. Under a caller's `vmap` it is always made.
     """
     credit = older(memory, dl_dstart)
     if begins is None:

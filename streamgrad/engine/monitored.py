@@ -21,7 +21,8 @@ def monitored(est: GradientEstimator) -> GradientEstimator:
     gone, while the others go on; give what it returns to `optax.apply_if_finite`, for the mean is not finite then.
 
     Args:
-      est: for one stream or for many: `monitored(batched(est, 16))` and `batched(monitored(est), 16)` are the same.
+      est: for one stream or for many: `monitored(batched(est, 16))` and `batched(monitored(est), 16)` are the same. It
+        goes around `carried`, not into it.
 
     Returns:
       The estimator. The flag is a bool, and under `batched` and `sharded` one for each stream, `[B]`. Inside of
@@ -52,7 +53,7 @@ def monitored(est: GradientEstimator) -> GradientEstimator:
         streams = est.on(devices)
         return streams._replace(update=_telling(streams.update, devices))
 
-    return dataclasses.replace(told, streams=on(ALONE), on=on)
+    return dataclasses.replace(told, streams=on(ALONE), on=on, noisy=None)
 
 
 def _telling(update: Callable[..., Result], devices: Devices = ALONE) -> Callable[..., Result]:

@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model, check_number, check_size, leading_length
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, sum_over_streams
 from streamgrad.engine.flow import Flow, scaled, through
 from streamgrad.engine.stored import as_stored, forgotten, latest, no_inputs
@@ -115,7 +115,7 @@ def artbp(
         )
     alpha = None if tail is None else float(tail)
     algorithm = _Random(model, float(mean_length), alpha, int(longest), source).algorithm()
-    label = call("artbp", mean_length=mean_length, tail=tail, longest=longest)
+    label = label_of("artbp", mean_length=mean_length, tail=tail, longest=longest)
     return estimator(model, algorithm, label=label)
 
 

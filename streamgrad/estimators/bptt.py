@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model, check_size, leading_length
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams, transition
 from streamgrad.engine.unroll import unroll
 from streamgrad.step.product import by_parts
@@ -54,7 +54,7 @@ def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
     def init(params: Params) -> EstimatorState:
         return EstimatorState(model.init_state(params), (), ())
 
-    label = call("bptt", recompute=recompute)
+    label = label_of("bptt", recompute=recompute)
     # Outer products keep a number for each preactivation and step: not where there are nearly as many as weights.
     if recompute is None and "preactivation" in model.cell.cuts and _is_wide(model):
         return estimator(model, Algorithm(init, _with_outer_products(model), _sum_outer_products), label=label)

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_arguments, check_model, check_number
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.devices import Devices
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, sum_over_streams
 from streamgrad.engine.flow import through
@@ -136,7 +136,7 @@ def dni(
         cell = sum_outer(summands.cell) if outer else sum_over_streams(summands.cell)
         return Params(cell, sum_over_streams(summands.head))
 
-    label = call("dni", learning_rate=learning_rate, discount=discount)
+    label = label_of("dni", learning_rate=learning_rate, discount=discount)
     return estimator(model, Algorithm(init, run, total, learn=learn, uses_loss=True), label=label)
 
 

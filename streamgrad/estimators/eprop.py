@@ -2,7 +2,7 @@
 
 from streamgrad.base import GradientEstimator, Model
 from streamgrad.checks import find_cut
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.feedback import find_feedback
 from streamgrad.engine.local import by_own_units
@@ -45,7 +45,7 @@ def eprop(model: Model, feedback: str = "symmetric", seed: int = 0) -> GradientE
     """
     signal = find_feedback("eprop", model, feedback, seed)
     local = find_traces("eprop", model)
-    label = call("eprop", feedback=feedback)
+    label = label_of("eprop", feedback=feedback, seed=seed or None)
     return estimator(model, by_own_units(model, local, "steps", signal), label=label)
 
 

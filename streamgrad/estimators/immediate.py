@@ -9,7 +9,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Model, Params
 from streamgrad.checks import check_model
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.chunkwise import Across, Crossing, Walk, chunkwise
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.passes import forward, read_out
@@ -48,7 +48,7 @@ def immediate(model: Model) -> GradientEstimator:
         return memory, {}
 
     across = Across(lambda params, state: (), lambda memory, noise: jnp.zeros(()), advance, older=None)
-    return estimator(model, chunkwise(model, across, walk_through=_walk), label=call("immediate"))
+    return estimator(model, chunkwise(model, across, walk_through=_walk), label=label_of("immediate"))
 
 
 def _walk(

@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.chunkwise import chunkwise, last_axis
 from streamgrad.engine.devices import ALONE, Columns, Devices, Spread
 from streamgrad.engine.estimator import Algorithm, Outcome, as_stream, estimator, restart, same_dtype
@@ -53,7 +53,7 @@ def local_rtrl(model: Model) -> GradientEstimator:
     check_model(model)
     layers = model.cell.layers
     if len(layers) < 2:
-        return dataclasses.replace(rtrl(model), label=call("local_rtrl"))
+        return dataclasses.replace(rtrl(model), label=label_of("local_rtrl"))
     # Each layer by itself: what it is given is known, and so is the gradient at all of its state.
     models = [Model(layer._replace(output=_whole, worked=None), squared_error(1)) for layer in layers]
     parts = [chunkwise(one, find_across(one)) for one in models]
@@ -99,7 +99,7 @@ def local_rtrl(model: Model) -> GradientEstimator:
 
     can = all(part.columns is not None for part in parts)
     algorithm = Algorithm(init, run, batch=batch, columns=spread if can else None)
-    return estimator(model, algorithm, label=call("local_rtrl"))
+    return estimator(model, algorithm, label=label_of("local_rtrl"))
 
 
 def _whole(state: PyTree) -> Float[Array, " S"]:

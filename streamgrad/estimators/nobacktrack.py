@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float
 from streamgrad.base import GradientEstimator, Influence, Model
 from streamgrad.checks import find_cut
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.stepwise import online
 from streamgrad.estimators.uoro import UoroMemory, noise_check, rank_one
 from streamgrad.noise.groups import make_groups
@@ -68,7 +68,7 @@ def nobacktrack(model: Model, noise: str | Noise = "rademacher", rescale: Any = 
         memory, diagnostics = plain.advance(shared._replace(shaping=shaping(q)), memory, step, shaped, dl_dstate)
         return memory, diagnostics | {"q": q}
 
-    label = call("nobacktrack", rescale=rescaling.name)
+    label = label_of("nobacktrack", rescale=rescaling.name)
     return online(model, plain._replace(advance=advance), noise_check(source, rescaling), label=label)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Model, real_dtype
 from streamgrad.checks import check_at_most, check_size, find_cut
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.chunkwise import Across, Crossing, chunkwise
 from streamgrad.engine.devices import Columns
 from streamgrad.engine.estimator import estimator
@@ -150,4 +150,4 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
         source.check(key)
 
     across = Across(init, asks, moving(None), older, draw=draw, axes=axes)
-    return estimator(model, chunkwise(model, across._replace(spread=spread), check), label=call("ok", rank=terms))
+    return estimator(model, chunkwise(model, across._replace(spread=spread), check), label=label_of("ok", rank=terms))

@@ -9,7 +9,7 @@ import numpy as np
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cut, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, find_cut
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.estimator import Algorithm, Noisy, estimator
 from streamgrad.engine.stepwise import stepwise
 from streamgrad.estimators.uoro import noise_check
@@ -87,7 +87,7 @@ def preuoro(
         return stepwise(model, influence, noise_check(source, rescaling))
 
     noisy = Noisy(matrices, False, rescaled) if rescaling.name == "gir" else None
-    return estimator(model, rescaled(rescaling), noisy, label=call("preuoro", rescale=rescaling.name))
+    return estimator(model, rescaled(rescaling), noisy, label=label_of("preuoro", rescale=rescaling.name))
 
 
 def kronecker(

@@ -18,7 +18,7 @@ from streamgrad.checks import (
     find_cut,
     leading_length,
 )
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, transition
 from streamgrad.engine.passes import episode_over
 from streamgrad.noise.settings import NoiseSettings, check_sigma
@@ -179,12 +179,14 @@ def reinforce(
         elif average is not None:
             average, subtracted = _average(average, loss, chunk.reset, decay)
         by_step = baseline == "average" and positions is None  # each step's score has its own b
-        before, inputs = _without_the_gone((before, chunk.inputs), chunk.reset)
+        gone = _gone((before, chunk.inputs), chunk.reset)
+        before, inputs = cleared(gone, (before, chunk.inputs))
 
         def pull(weights: list[Array]) -> PyTree:
             return _scores(model, params, before, inputs, jnp.stack(weights)[:, :, None] * left[None])
 
-        cell_grads, new = _reinforced(memory._replace(average=average), loss, subtracted, chunk.reset, by_step, pull)
+        memory = memory._replace(average=average)
+        cell_grads, new = _reinforced(memory, loss, subtracted, chunk.reset, gone, by_step, pull)
         state = EstimatorState(end[0], new._replace(twin=end[1]), shared)
         grads, outputs = Params(cell_grads, head_grads), jax.vmap(model.cell.output)(after[0])
         return Outcome(grads, state, Info(loss, {"baseline": subtracted}), outputs=outputs)
@@ -194,7 +196,7 @@ def reinforce(
         source.check(key)
 
     algorithm = Algorithm(init, run, check=check, uses_loss=baseline == "average")
-    label = call("reinforce", sigma=sigma if isinstance(sigma, int | float) else None, baseline=baseline)
+    label = label_of("reinforce", sigma=sigma if isinstance(sigma, int | float) else None, baseline=baseline)
     return estimator(model, algorithm, label=label)
 
 
@@ -203,6 +205,7 @@ def _reinforced(
     loss: Float[Array, " T"],
     subtracted: Float[Array, " T"],
     reset: Bool[Array, " T"] | None,
+    gone: Bool[Array, " T"] | None,
     by_step: bool,
     pull: Callable[[list[Array]], PyTree],
 ) -> tuple[PyTree, ReinforceMemory]:
@@ -217,6 +220,7 @@ def _reinforced(
       loss: L_t.
       subtracted: b_t, or with `by_step` the b of each step's own score.
       reset: where episodes begin.
+      gone: the steps whose place is not finite, from `_gone`. Their own credit is not either, whatever their loss.
       by_step: see above.
       pull: `pull(weights)`, the sums of the scores of all steps with each of these weights.
 
@@ -227,6 +231,7 @@ def _reinforced(
     columns = jnp.stack([loss if by_step else loss - subtracted, last, jnp.ones_like(loss)], axis=1)
     # `alive` are the steps that the score at the end still counts.
     (credit, alive, count), (old_credit, old_alive, old_count) = _sum_ahead(columns, reset)
+    credit = credit if gone is None else jnp.where(gone, jnp.nan, credit)
     weights = [credit, alive]
     if by_step:
         weights = [credit - count * subtracted, alive, jnp.where(alive == 0, 0, alive * subtracted)]
@@ -246,13 +251,13 @@ def _reinforced(
     return grads, memory._replace(score=score, average=average)
 
 
-def _without_the_gone(steps: PyTree, reset: Bool[Array, " T"] | None) -> PyTree:
-    """What steps began with and read, with zeros where it is not finite and their episode is over.
+def _gone(steps: PyTree, reset: Bool[Array, " T"] | None) -> Bool[Array, " T"] | None:
+    """The steps of an episode that is over whose state or input is not finite; None where no episode begins.
 
-    Such a step is of no account at the end, but its score is pulled back together with those of the others.
+    They are of no account at the end of the chunk, but their scores are pulled back together with those of the others.
     """
     over = episode_over(reset)
-    return steps if over is None else cleared(over & ~finite_streams(steps, len(over)), steps)
+    return None if over is None else over & ~finite_streams(steps, len(over))
 
 
 def _walk(

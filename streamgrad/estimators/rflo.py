@@ -1,7 +1,7 @@
 """Random-feedback local online learning: the leak of each unit, and errors through random weights."""
 
 from streamgrad.base import GradientEstimator, Model
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.feedback import find_feedback
 from streamgrad.engine.local import by_own_units
@@ -47,5 +47,5 @@ def rflo(model: Model, feedback: str = "random", seed: int = 0) -> GradientEstim
             "rflo needs a cell in which each row of weights has one unit, such as cells.vanilla: for others, such as "
             "an LSTM, use eprop."
         )
-    label = call("rflo", feedback=feedback)
+    label = label_of("rflo", feedback=feedback, seed=seed or None)
     return estimator(model, by_own_units(model, local, "steps", signal), label=label)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, check_model
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine import shaped
 from streamgrad.engine.chunkwise import Across, Crossing, by_features, chunkwise
 from streamgrad.engine.estimator import estimator
@@ -67,8 +67,8 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
     check_model(model)
     check_choice("form", form, ("chunks", "steps"))
     if form == "steps":
-        return online(model, _stepwise(model), label=call("rtrl", form=form))
-    return estimator(model, chunkwise(model, find_across(model)), label=call("rtrl"))
+        return online(model, _stepwise(model), label=label_of("rtrl", form=form))
+    return estimator(model, chunkwise(model, find_across(model)), label=label_of("rtrl"))
 
 
 def find_across(model: Model) -> Across:

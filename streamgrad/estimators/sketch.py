@@ -11,7 +11,7 @@ import numpy as np
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_at_most, check_size, find_cut
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.stepwise import online
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
@@ -155,7 +155,9 @@ def sketch(model: Model, rank: int | None = None, append: int | None = None) -> 
         ]
         return jax.tree.structure(after.near).unflatten(found)
 
-    return online(model, Influence(vertex, init, advance, contract), label=call("sketch", rank=terms))
+    return online(
+        model, Influence(vertex, init, advance, contract), label=label_of("sketch", rank=terms, append=append)
+    )
 
 
 class Near(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, check_size, find_cut
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine import shaped
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.local import by_own_units
@@ -65,7 +65,7 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
     check_size(order=order)
     check_choice("inside", inside, ("steps", "backprop"))
     check_choice("form", form, ("chunks", "steps"))
-    label = call("snap", order=order, inside=inside)
+    label = label_of("snap", order=order, inside=inside, form=None if form == "chunks" else form)
     if form == "chunks":
         if is_exact(model, order):
             return dataclasses.replace(rtrl(model), label=label)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import find_cut
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.stepwise import online
 from streamgrad.estimators.rtrl import contract, empty_jacobian, propagate
 from streamgrad.noise.settings import NoiseSettings
@@ -74,4 +74,4 @@ def spatial_rtrl(
         source.check(key)
 
     influence = Influence(vertex, empty_jacobian(layout.state_size), advance, contract, draw, shared)
-    return online(model, influence, check, label=call("spatial_rtrl", cut=cut))
+    return online(model, influence, check, label=label_of("spatial_rtrl", cut=cut))

@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_flag, check_model, check_size, leading_length
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams
 from streamgrad.engine.stored import as_stored, forgotten, latest, no_inputs
 from streamgrad.step.copies import in_copies
@@ -95,7 +95,7 @@ def tbptt(model: Model, window: int, every: int = 1, replay: bool = False) -> Gr
         )
     # As Python's own numbers: a caller's may be numpy's, of any width.
     algorithm = _Truncated(model, int(window), int(every), replay).algorithm()
-    return estimator(model, algorithm, label=call("tbptt", window=window, every=every))
+    return estimator(model, algorithm, label=label_of("tbptt", window=window, every=every, replay=replay or None))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Cut, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, check_model, find_cut
-from streamgrad.contract import call
+from streamgrad.contract import label_of
 from streamgrad.engine.estimator import Algorithm, Noisy, estimator
 from streamgrad.engine.factored import Factored
 from streamgrad.engine.stepwise import stepwise
@@ -111,7 +111,7 @@ def uoro(
         _check_across(rescaling, cut=cut, groups=groups, q0=q0, immediate=immediate, form=form)
         algorithm = uoro_across(model, source, rescaling, blocks, shrink)
         check = noise_check(source, rescaling, chunks=True)
-        label = call("uoro", inside=inside, blocks=blocks, shrink=shrink)
+        label = label_of("uoro", inside=inside, blocks=blocks, shrink=shrink)
         return estimator(model, algorithm._replace(check=check, uses_loss=shrink == "auto"), label=label)
     if blocks != 1 or shrink != 1:
         raise ValueError("blocks and shrink are for what lies before the chunk: they need inside='backprop'.")
@@ -132,7 +132,7 @@ def uoro(
         return algorithm._replace(check=noise_check(source, rescaling))
 
     free = cut == "preactivation" and q0 is None and rescaling.name == "gir"
-    label = call("uoro", cut=cut, rescale=rescaling.name, groups=groups)
+    label = label_of("uoro", cut=cut, rescale=rescaling.name, groups=groups, q0=q0, immediate=immediate)
     return estimator(model, rescaled(rescaling), Noisy(partition, True, rescaled) if free else None, label=label)
 
 

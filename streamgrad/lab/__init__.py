@@ -10,6 +10,7 @@ from streamgrad.lab.candidates import Candidate, candidates_for
 from streamgrad.lab.choice import frontier, ranks
 from streamgrad.lab.comparison import Comparison, compare
 from streamgrad.lab.tasks import TASKS, Task, find_task
+from streamgrad.lab.tasks.base import HeldOut
 from streamgrad.lab.training import Diverged, Outcome, Plan, load_params, read_metrics, train
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Candidate",
     "Comparison",
     "Diverged",
+    "HeldOut",
     "Outcome",
     "Plan",
     "Task",

@@ -110,6 +110,30 @@ def handling() -> Iterator[None]:
         sys.unraisablehook = unraisable
 
 
+@contextlib.contextmanager
+def terminable(words: str) -> Iterator[None]:
+    """For a call from Python: SIGTERM stops it as Ctrl-C does, at a place where nothing is lost.
+
+    The process then ends with 143, as it would have at once. Nothing changes where SIGTERM is handled by somebody else,
+    such as a command of the command line, or where this is not the main thread.
+
+    Args:
+      words: what is said before the end.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    with handling():
+        try:
+            yield
+        except KeyboardInterrupt:
+            if code() != SIGNALLED + signal.SIGTERM:
+                raise
+            print(words, file=sys.stderr, flush=True)
+            raise SystemExit(code()) from None
+
+
 def handle_again() -> None:
     """Take the signals back from a library that has set handlers of its own past Python, as JAX does for SIGTERM."""
     for number in SIGNALS:

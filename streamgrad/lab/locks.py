@@ -142,11 +142,11 @@ def _taken(fd: int, path: Path, what: str) -> bool:
     if sure is False:
         raise Busy(_busy(_wait_for_name(fd), what))
     with contextlib.nullcontext() if sure else _turn(path, what):
+        if not _is_at(fd, path):  # whoever held it has ended since, and taken the file along
+            return False
         holder = _read(fd)
         if holder is not None and (runs := _alive(holder, sure=bool(sure))) is not False:
             raise Busy(_busy(holder, what) if runs else _unknown(holder, what, path))
-        if not _is_at(fd, path):
-            return False
         os.ftruncate(fd, 0)
         try:
             os.pwrite(fd, json.dumps(dataclasses.asdict(_me())).encode(), 0)

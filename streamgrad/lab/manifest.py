@@ -115,9 +115,8 @@ def _values(found: dict[str, Any]) -> Iterator[tuple[str, Any, tuple[type, ...],
     if found["kind"] == "training":
         plan = describe.get("plan")
         yield "plan", plan, (dict,), "an object"
-        for name, value in plan.items():
-            if name in ("updates", "every", "seeds", "seed"):
-                yield f"plan.{name}", value, (int,), "a whole number"
+        for name in ("updates", "every", "seeds", "seed"):
+            yield f"plan.{name}", plan.get(name), (int,), "a whole number"
         yield "plan.checkpoint_every", plan.get("checkpoint_every"), (int, type(None)), "a whole number or null"
         yield "plan.checkpoints", plan.get("checkpoints", True), (bool,), "true or false"
     if found["kind"] == "experiments":

@@ -93,7 +93,7 @@ WRONG = {
     ),
     "the state of many": (
         lambda p, s: (p, jax.tree.map(lambda x: jnp.stack([x, x]), s), X),
-        r"state is that of 2 streams, but inputs, \[B, T, ...\], are those of 4",
+        r"state is that of 2 streams, but inputs, \[B, T, ...\], have 4 along their first axis",
     ),
     "whole-number state": (lambda p, s: (p, jax.tree.map(lambda x: x.astype(int), s), X), "state.h must be .* not int"),
     "no inputs": (lambda p, s: (p, s, ()), "inputs has no arrays"),

@@ -60,6 +60,7 @@ def test_what_the_network_said(row, cut):
             "state is that of 5 streams, but inputs",
         ),
         (lambda model, params: model.run(params, jnp.ones((4, 3)), jnp.ones((4, 6, 5))), "the cell's input"),
+        (lambda model, params: model.run(params, jnp.ones(3), jnp.ones((4, 6, 2))), "state is that of one stream"),
     ],
 )
 def test_bad_input(call, says):

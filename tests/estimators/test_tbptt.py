@@ -147,16 +147,24 @@ def test_float32(replay):
 @pytest.mark.slow
 @BOTH
 def test_what_is_stored(replay):
-    """The last window - every inputs, and states; to replay, the oldest state is enough."""
+    """The last window - every inputs, and states; to replay, the oldest state is enough.
+
+    What lies before the beginning of an episode is forgotten.
+    """
     model = make_model("lstm")
     est, params = made(sg.tbptt, model, window=7, every=2, replay=replay), make_params(model)
-    chunk = make_chunk(model, 10, reset=(6,))
+    chunk = make_chunk(model, 10)
     _, _, whole = run(made(sg.bptt, model), params, split(chunk, (5,)))
     for sizes, filled in (((2,), 2), ((2, 2), 4), ((2, 8), 5), ((4, 2, 4), 5)):
         past = run(est, params, split(chunk, sizes))[2].memory
         np.testing.assert_array_equal(past.inputs[5 - filled :], chunk.inputs[sum(sizes) - filled : sum(sizes)])
         assert past.states.h.shape == (1 if replay else 5, 2) and past.steps == filled
     assert error(jax.tree.map(lambda leaf: leaf[0], past.states), whole.cell) < 1e-12
+    for sizes in ((2, 8), (4, 2, 4)):
+        past = run(est, params, split(chunk._replace(reset=jnp.arange(10) == 6), sizes))[2].memory
+        assert past.steps == 4 and past.begins.tolist() == [True, True, False, False, False]
+        np.testing.assert_array_equal(past.inputs, jnp.concatenate([jnp.zeros((1, 1)), chunk.inputs[6:]]))
+        np.testing.assert_array_equal(past.states.h[0], model.init_state(params).h)
 
 
 @BOTH

@@ -140,6 +140,20 @@ def test_a_run_of_an_older_format_goes_on_if_its_memory_fits(run, unbroken):
     assert found.format == FORMAT == 3 and len(found.data_hash) == 32
 
 
+def test_a_run_of_an_older_format_on_data_that_is_cut_now_is_left_as_it_is(tmp_path, capsys):
+    """The old version trained on what is held out by now: it is told from the beginning, and can still go on itself."""
+    folder = tmp_path / "run"
+    command = ["train", str(folder), "--task", "digits", "--cell", "vanilla", "--hidden", "2", "--estimator", "bptt"]
+    assert main([*command, "--updates", "2", "--every", "1"]) == 0
+    older(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main([*command, "--updates", "4", "--every", "1", "--resume"]) == 1
+    said = capsys.readouterr().err
+    assert "was made by streamgrad 0.0.9, format 2, which trained on what the task digits holds out by now" in said
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_run_of_an_older_format_with_another_memory_names_the_version_that_made_it(run):
     older(run)
     with pytest.raises(ValueError) as error:

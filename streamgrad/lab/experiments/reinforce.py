@@ -251,7 +251,7 @@ def _limit(config: Config, cell: str, subject: Subject, also_float32: bool) -> R
 
 def _moments(samples: Float[Array, "n P"]) -> tuple[Array, Array]:
     """Total variance and its standard error."""
-    d = jnp.sum((samples - jnp.mean(samples, axis=0)) ** 2, axis=1)
+    d = jnp.sum((samples - jnp.mean(samples, axis=0, keepdims=True)) ** 2, axis=1)
     return jnp.sum(d) / (len(d) - 1), jnp.std(d) / np.sqrt(len(d))
 
 

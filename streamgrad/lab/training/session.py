@@ -148,7 +148,8 @@ def train(
     """
     folder = Path(folder)
     try:
-        with processes.locked_together(folder):
+        words = f"stopped by SIGTERM; with resume=True the same call goes on with what is in {folder}."
+        with interrupts.terminable(words), processes.locked_together(folder):
             return _train(folder, plan, (model, task, estimator, optimizer), summarise, progress, resume, describe)
     except Unwritten as error:
         raise error.then(_after_an_error(plan, folder)) from error
@@ -174,7 +175,7 @@ def _train(
     manifest = new_manifest("training", described, data_hash=digest(task))
     begun = resumed(folder, manifest, resume, also=(metrics.CSV, CHECKPOINT))
     if begun is not None:
-        _check_resumed(folder, plan, begun, manifest)
+        _check_resumed(folder, plan, begun, manifest, task)
     checkpoints = Checkpoints(folder / CHECKPOINT) if plan.checkpoints else None
     saved = checkpoints.newest() if checkpoints else None
     if checkpoints and saved is not None:
@@ -211,7 +212,7 @@ def _train(
     return _end(plan, ts, folder, model, task)
 
 
-def _check_resumed(folder: Path, plan: Plan, begun: Manifest, now: Manifest) -> None:
+def _check_resumed(folder: Path, plan: Plan, begun: Manifest, now: Manifest, task: Task) -> None:
     """A run goes on as it was begun, on the same data; ValueError, in which the difference is named, if not."""
     if not plan.checkpoints:
         raise ValueError(f"the run in {folder} cannot go on without checkpoints: begin one in another folder.")
@@ -219,6 +220,11 @@ def _check_resumed(folder: Path, plan: Plan, begun: Manifest, now: Manifest) -> 
     precisions = ["float64" if run.device.endswith("float64") else "float32" for run in (begun, now)]
     check_same(folder, {"precision": precisions[0]}, {"precision": precisions[1]})
     check_same_data(folder, begun.data_hash, now.data_hash)
+    if begun.format < 3 and task.held_out is not None:  # from before anything was held out
+        raise ValueError(
+            f"the run in {folder} was made by {begun.made_by}, which trained on what the task {task.name} holds out by "
+            "now: go on with that version, or begin again in another folder."
+        )
 
 
 def _fitted(checkpoints: Checkpoints, saved: tuple[int, dict], template: PyTree, begun: Manifest | None) -> PyTree:
