@@ -238,10 +238,10 @@ def spoilt(folder):
 
 
 def test_whatever_is_wrong_in_a_manifest_of_training_is_a_value_error(run):
-    now, refused = load_manifest(run), 0
+    now, task, refused = load_manifest(run), counting(), 0
     for _ in spoilt(run):
         try:
-            _check_resumed(run, PLAN, load_manifest(run), now)
+            _check_resumed(run, PLAN, load_manifest(run), now, task)
         except ValueError as error:
             refused += 1
             assert str(run) in str(error)
