@@ -224,7 +224,7 @@ def test_in_a_browser(run, browser, width, dark):
 def write_training(folder, metrics):
     folder.mkdir()
     described = {"cell": "gru", "hidden": 8, "estimator": "uoro", "task": "queue", "note": NASTY}
-    described["plan"] = {"updates": 40, "every": 10}
+    described["plan"] = {"updates": 40, "every": 10, "seeds": 2, "seed": 4}
     save_manifest(folder, Manifest("training", described, {"jax": "1"}, "CPU"))
     if metrics is not None:
         (folder / "metrics.csv").write_text(metrics)
