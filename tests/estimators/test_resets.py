@@ -209,6 +209,17 @@ def test_one_stream_of_many(name, bad):
     assert finite(got[1].shared) and got[2].diagnostics["finite"].all()
 
 
+def test_a_gone_step_of_reinforce_gives_no_finite_gradient():
+    """An LSTM whose c is infinite has a finite loss, but no score: a wrong gradient would pass for a right one."""
+    model = lstm()
+    params, est = make_params(model), sg.monitored(sg.reinforce(model))
+    state = est.init(params)
+    gone = state._replace(cell=state.cell._replace(c=jnp.full_like(state.cell.c, np.inf)))
+    grads, after, info = est.update(params, gone, make_chunk(model, 4, reset=(2,)), jax.random.key(0))
+    assert np.all(np.isfinite(info.loss)) and bool(info.diagnostics["finite"]) and finite(after.memory)
+    assert not finite(grads.cell)
+
+
 def test_a_stream_that_overflows_by_itself():
     """A network whose influence grows beyond float32 while its state stays bounded: a loop begins such streams again.
 

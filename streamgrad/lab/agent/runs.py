@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad._typing import Array, Bool, PyTree
+from streamgrad._typing import Array, PyTree
 from streamgrad.base import Cell, GradientEstimator, Model
 from streamgrad.lab.agent.learner import Agent, AgentConfig, AgentState, Totals, make_agent
 from streamgrad.lab.environments import Environment
+from streamgrad.trees import all_finite
 
 
 def windows(
@@ -44,7 +45,7 @@ def windows(
     run = jax.jit(jax.vmap(agent.run), donate_argnums=0)
     for _ in range(int(now.step[0]), config.steps, config.window):
         now, totals = run(now)
-        columns = jax.device_get((now.step, totals, jax.vmap(_all_finite)(now.params)))
+        columns = jax.device_get((now.step, totals, jax.vmap(all_finite)(now.params)))
         yield now, [_row(*runs[i], jax.tree.map(lambda c, i=i: c[i], columns)) for i in range(len(runs))]
 
 
@@ -139,7 +140,3 @@ def _row(setting: int, rate: float, seed: int, columns: tuple[Any, Totals, Any])
         "mean_return": mean_return,
         "finite": bool(finite),
     }
-
-
-def _all_finite(tree: PyTree) -> Bool[Array, ""]:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()

@@ -20,6 +20,7 @@ from streamgrad.base import Chunk, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_size
 from streamgrad.lab.tasks.base import Task
 from streamgrad.lab.training import processes
+from streamgrad.trees import all_finite
 
 HELD_OUT = "held_out_loss"  # measured at the end of some rows, and NaN in the others
 RESERVED = ("update", "seed", "stopped", "loss", "gradient_norm", HELD_OUT)
@@ -129,8 +130,7 @@ def training_step(
 
         row = {"loss": jnp.mean(info.loss), "gradient_norm": norm(grads)}
         # The parameters too: a finite gradient with too high a rate would leave infinite ones as the last good state.
-        checked = [*row.values(), *jax.tree.leaves(params)]
-        finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(leaf)) for leaf in checked])
+        finite = all_finite((row, params))
         good = finite & (ts.stopped < 0)
         stopped = jnp.where((ts.stopped < 0) & ~finite, ts.step, ts.stopped)
         new = ts._replace(params=params, estimator=estimator_state, optimizer=optimizer_state, task=task_state)
