@@ -13,12 +13,12 @@ setup: $(STAMP)
 define install
 	$(2) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "streamgrad needs Python 3.11 or newer")'
 	$(2) -m venv $(1)
-	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable $(3)
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3)
 	touch $@
 endef
 
-$(STAMP): pyproject.toml
-	$(call install,$(VENV),$(PYTHON),".[dev]")
+$(STAMP): pyproject.toml lab/pyproject.toml
+	$(call install,$(VENV),$(PYTHON),--editable ".[dev]" --editable ./lab)
 
 # From nothing to a report of what one would like to see first; called again, it goes on where it was stopped.
 demo: $(VENV)/.demo
@@ -26,7 +26,7 @@ demo: $(VENV)/.demo
 	$(BIN)/streamgrad reproduce streams --settings agent --preset laptop --out runs/demo --resume
 
 $(VENV)/.demo: pyproject.toml
-	$(call install,$(VENV),$(PYTHON),".[cli]")
+	$(call install,$(VENV),$(PYTHON),--editable . --editable ./lab)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -64,7 +64,7 @@ oldest: .venv-oldest/.installed
 	.venv-oldest/bin/$(PYTEST) -m "not slow" $(SHORT)
 
 .venv-oldest/.installed: pyproject.toml Makefile
-	$(call install,.venv-oldest,$(PYTHON),".[test]" "$(OLDEST)")
+	$(call install,.venv-oldest,$(PYTHON),--editable ".[test]" --editable ./lab "$(OLDEST)")
 
 # It needs a newer Python than 3.11: the first that runs, on the path or among pyenv's.
 PYENV = $(shell pyenv root 2>/dev/null)/versions
@@ -79,7 +79,7 @@ newest-found: .venv-newest/.installed
 	.venv-newest/bin/$(PYTEST) -m "not slow" $(SHORT)
 
 .venv-newest/.installed: pyproject.toml Makefile
-	$(call install,.venv-newest,$(FOUND),".[test]" "$(NEWEST)")
+	$(call install,.venv-newest,$(FOUND),--editable ".[test]" --editable ./lab "$(NEWEST)")
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest .pytest_cache .ruff_cache build dist

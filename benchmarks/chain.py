@@ -17,12 +17,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+from streamgrad_lab.agent import AgentConfig, final_success, train_agent
+from streamgrad_lab.environments import from_gymnax
+from streamgrad_lab.experiments.streams.methods import METHODS, make_estimator
+from streamgrad_lab.tables import write_rows
 
 from streamgrad import cells
-from streamgrad.lab.agent import AgentConfig, final_success, train_agent
-from streamgrad.lab.environments import from_gymnax
-from streamgrad.lab.experiments.streams.methods import METHODS, make_estimator
-from streamgrad.lab.tables import write_rows
 
 POINTS = 10  # windows of a run
 

@@ -27,19 +27,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.flatten_util import ravel_pytree
+from streamgrad_lab.candidates import Candidate
+from streamgrad_lab.comparison import LIMIT
+from streamgrad_lab.programs import Compiled, compile_all
+from streamgrad_lab.progress import silent
+from streamgrad_lab.tables import read_columns, write_rows
+from streamgrad_lab.tasks import find_task
+from streamgrad_lab.timing import take_turns
 
 import streamgrad as sg
 from benchmarks.error import DELAY, LENGTH, trained
 from benchmarks.page_text import FOLDER, REFUSED, Page, write_pages
 from benchmarks.problems import LEAST_SECONDS, make_cell
 from streamgrad.estimators.registry import REGISTRY, Row, find_estimator
-from streamgrad.lab.candidates import Candidate
-from streamgrad.lab.comparison import LIMIT
-from streamgrad.lab.programs import Compiled, compile_all
-from streamgrad.lab.progress import silent
-from streamgrad.lab.tables import read_columns, write_rows
-from streamgrad.lab.tasks import find_task
-from streamgrad.lab.timing import take_turns
 
 CELLS, HIDDEN, UPDATES, STREAMS, CHUNK = ("vanilla", "lstm"), 16, 300, 8, 4
 MOST, LEAST, SECONDS = 256, 16, 1.0  # draws of the noise; the seconds that more than the least of them may take

@@ -7,7 +7,7 @@ Needs matplotlib (the extra `cli`).
 
 from pathlib import Path
 
-from streamgrad.lab.tables import read_rows
+from streamgrad_lab.tables import read_rows
 
 RESULTS = Path(__file__).parent / "results"
 SHOWN = ("bptt", "hand-written scan", "uoro, no rescaling", "uoro", "uoro, plain form")

@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-
-from streamgrad.lab.experiments import streams
-from streamgrad.lab.experiments.streams.lanes import DIGITS
-from streamgrad.lab.manifest import FILE, new_manifest, now, save_manifest
-from streamgrad.lab.progress import silent
-from streamgrad.lab.tables import read_rows, write_rows
+from streamgrad_lab.experiments import streams
+from streamgrad_lab.experiments.streams.lanes import DIGITS
+from streamgrad_lab.manifest import FILE, new_manifest, now, save_manifest
+from streamgrad_lab.progress import silent
+from streamgrad_lab.tables import read_rows, write_rows
 
 SEED = streams.Config(()).seed  # of the first trial, as `streamgrad reproduce` has it
 TIMED = 1000  # updates

@@ -19,13 +19,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
+from streamgrad_lab.tables import write_rows
+from streamgrad_lab.tasks import Task, find_task
+from streamgrad_lab.timing import take_turns
+from streamgrad_lab.training import Plan, begin, run, train, training_step
 
 import streamgrad as sg
 from benchmarks.problems import handwritten_bptt
-from streamgrad.lab.tables import write_rows
-from streamgrad.lab.tasks import Task, find_task
-from streamgrad.lab.timing import take_turns
-from streamgrad.lab.training import Plan, begin, run, train, training_step
 
 SIZES = [(24, 32, 1), (24, 32, 3), (50, 50, 1)]  # units, streams, seeds
 FIELDS = ["device", "hidden", "streams", "seeds", "loop", "updates_per_second", "times_plain"]
@@ -68,7 +68,7 @@ def plain_loop(task: Task, model: sg.Model, optimizer: optax.GradientTransformat
 def loop_without_files(
     task: Task, model: sg.Model, estimator: sg.GradientEstimator, optimizer: optax.GradientTransformation, seeds: int
 ) -> Callable[[], None]:
-    """`streamgrad.lab.training.run`, without files."""
+    """`streamgrad_lab.training.run`, without files."""
     keys = jax.random.split(jax.random.key(0), seeds)
     ts = jax.vmap(lambda key: begin(model, task, estimator, optimizer, key))(keys)
     calls = run(training_step(task, estimator, optimizer), task.data, ts, PER_CALL * 10**6, PER_CALL, EVERY)

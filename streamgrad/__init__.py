@@ -6,7 +6,7 @@ params = model.init(key)
 state = est.init(params)
 grads, state, info = est.update(params, state, chunk, key)
 
-Tasks, training, experiments, the report and the command line are in `streamgrad.lab`, which nothing here imports.
+Tasks, training, experiments, the report and the command line are in `streamgrad_lab`, which nothing here imports.
 """
 
 from streamgrad import cells, estimators, heads, noise
@@ -24,9 +24,9 @@ from streamgrad.base import (
     Model,
     Params,
 )
+from streamgrad.engine.by_steps import online
 from streamgrad.engine.monitored import monitored
 from streamgrad.engine.sharded import sharded
-from streamgrad.engine.stepwise import online
 from streamgrad.engine.streams import batched
 from streamgrad.estimators import (
     artbp,

@@ -30,7 +30,7 @@ from streamgrad.parts import Cell as Cell
 from streamgrad.parts import Cut as Cut
 from streamgrad.parts import Head as Head
 from streamgrad.parts import Worked as Worked
-from streamgrad.targets import step_loss
+from streamgrad.step_loss import step_loss
 from streamgrad.trees import (
     check_inputs,
     check_like,

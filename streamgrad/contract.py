@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from streamgrad._typing import Array, Bool, Float, PyTree
-from streamgrad.targets import Weighted
+from streamgrad.step_loss import Weighted
 
 
 class Params(NamedTuple):

@@ -30,7 +30,7 @@ NEEDS = {f"streamgrad.cells.from_{name}": name for name in ("equinox", "flax", "
 
 
 # Their examples are programs to compile, each for itself, of what other tests call as well.
-SLOW = ("streamgrad.lab.", "streamgrad.theory.", "streamgrad.estimators.", "streamgrad.noise.reduction.")
+SLOW = ("streamgrad_lab.", "streamgrad.theory.", "streamgrad.estimators.", "streamgrad.noise.kronecker_reduction.")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

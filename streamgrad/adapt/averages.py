@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Bool, Float, Int
-from streamgrad.engine.devices import PerDevice
+from streamgrad.engine.collectives import PerDevice
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.shaping import Shaping
 from streamgrad.theory.equilibrate import optimal_alpha

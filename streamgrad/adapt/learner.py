@@ -17,7 +17,7 @@ from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.adapt.averages import Averages, CarriedShared, Gathered, solve
 from streamgrad.adapt.window import Back, Window, estimate_b, estimate_c, go_back
 from streamgrad.base import Chunk, EstimatorState, Model, Params, real_dtype
-from streamgrad.engine.devices import Devices, PerDevice
+from streamgrad.engine.collectives import Devices, PerDevice
 from streamgrad.engine.estimator import Outcome
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import total_log_alpha

@@ -23,8 +23,8 @@ from streamgrad.cells.encoding import whole_state
 from streamgrad.checks import check_cell, check_size
 from streamgrad.keys import check_key
 from streamgrad.step.cuts import params_cut, state_cut
-from streamgrad.step.explained import Place
-from streamgrad.step.product import product
+from streamgrad.step.matvec import product
+from streamgrad.step.weight_report import Place
 from streamgrad.trees import check_real
 
 Affine = Callable[..., Array]

@@ -15,7 +15,7 @@ import numpy as np
 from streamgrad._typing import PyTree
 from streamgrad.base import Cell, work_dtype
 from streamgrad.cells.encoding import natural
-from streamgrad.step.program import Program, read, shaping
+from streamgrad.step.jaxpr_reader import Program, read, shaping
 from streamgrad.trees import is_traced, paths_of
 
 

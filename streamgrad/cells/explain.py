@@ -6,9 +6,9 @@ from streamgrad._typing import PyTree
 from streamgrad.base import Cell, Model
 from streamgrad.checks import check_is_cell
 from streamgrad.heads import squared_error
-from streamgrad.step.explained import Place
-from streamgrad.step.reach import find_reach
-from streamgrad.step.sparsity import find_pattern
+from streamgrad.step.influence_sparsity import find_reach
+from streamgrad.step.jacobian_sparsity import find_pattern
+from streamgrad.step.weight_report import Place
 from streamgrad.step.weights import rows_of
 
 WORDS = {

@@ -14,8 +14,8 @@ from streamgrad.cells.constants import check_constants
 from streamgrad.cells.encoding import decode, encode, is_plain, natural, whole_state
 from streamgrad.checks import check_cell, check_flag
 from streamgrad.step.cuts import params_cut, state_cut
-from streamgrad.step.explained import Place, places
-from streamgrad.step.products import Products, find_products
+from streamgrad.step.find_weights import Products, find_products
+from streamgrad.step.weight_report import Place, places
 from streamgrad.trees import check_same_state
 
 Step = Callable[[PyTree, PyTree, PyTree], PyTree]
@@ -33,7 +33,7 @@ def from_function(
 
     With an `example_input` the step is read as JAX sees it, and its weight products are found: z = W a + b, wherever
     they stand. Estimators work at these preactivations, and everything else has a cut of its own
-    (`streamgrad.step.products`); `streamgrad.cells.explain` says what was found. Without one, or with `products=False`,
+    (`streamgrad.step.find_weights`); `streamgrad.cells.explain` says what was found. Without one, or with `products=False`,
     the cell has the cuts "state" and "params", and estimators their general forms.
 
     Parameters may be real or complex, of any precision. So may the state; leaves of it that have no derivatives

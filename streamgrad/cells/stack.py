@@ -10,7 +10,7 @@ from streamgrad.base import Cell, Cut, Worked
 from streamgrad.cells.explain import places_of
 from streamgrad.checks import check_like
 from streamgrad.step.cuts import params_cut, state_cut
-from streamgrad.step.explained import Place
+from streamgrad.step.weight_report import Place
 
 
 def stack(*cells: Cell) -> Cell:

@@ -21,11 +21,11 @@ from streamgrad.base import (
     widened,
 )
 from streamgrad.checks import check_fits, check_values
-from streamgrad.engine.acting import advancing, bare, crediting
-from streamgrad.engine.checking import Checks, checks_of
-from streamgrad.engine.devices import ALONE, Columns, Devices, Spread
-from streamgrad.engine.outside import from_outside
-from streamgrad.engine.reverse_only import naming_reverse_only
+from streamgrad.engine.advance_credit import advancing, bare, crediting
+from streamgrad.engine.collectives import ALONE, Columns, Devices, Spread
+from streamgrad.engine.forward_mode_errors import naming_reverse_only
+from streamgrad.engine.input_checks import Checks, checks_of
+from streamgrad.engine.reparametrised import from_outside
 from streamgrad.keys import one_key_per_stream
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling

@@ -8,7 +8,7 @@ import jax
 
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
 from streamgrad.checks import check_estimator
-from streamgrad.engine.devices import ALONE, Devices
+from streamgrad.engine.collectives import ALONE, Devices
 from streamgrad.engine.estimator import Engine, Result, Streams
 from streamgrad.trees import finite_streams
 

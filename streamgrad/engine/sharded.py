@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
 from streamgrad.checks import check_estimator, check_size, check_values
-from streamgrad.engine.acting import bare
-from streamgrad.engine.devices import Columns, Devices
+from streamgrad.engine.advance_credit import bare
+from streamgrad.engine.collectives import Columns, Devices
 from streamgrad.engine.estimator import Engine, Result
-from streamgrad.engine.layout import Layout
+from streamgrad.engine.mesh_layout import Layout
 from streamgrad.engine.streams import check_watched, mapped
 from streamgrad.keys import one_key_per_stream
 from streamgrad.trees import kind_of, once_per_shape

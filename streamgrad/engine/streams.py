@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
 from streamgrad.checks import check_at_most, check_batch, check_estimator, check_fits, check_size, once_per_shape
-from streamgrad.engine.acting import bare
-from streamgrad.engine.devices import ALONE, Devices
+from streamgrad.engine.advance_credit import bare
+from streamgrad.engine.collectives import ALONE, Devices
 from streamgrad.engine.estimator import STREAMS, Engine, Result, Streams
 from streamgrad.keys import check_keys, one_key_per_stream
 

@@ -13,10 +13,10 @@ from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model, check_number, check_size, leading_length
 from streamgrad.contract import label_of
+from streamgrad.engine.chunk_flow import Flow, scaled, through
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, sum_over_streams
-from streamgrad.engine.flow import Flow, scaled, through
-from streamgrad.engine.stored import as_stored, forgotten, latest, no_inputs
-from streamgrad.noise.sources import Noise, find_noise
+from streamgrad.engine.stored_steps import as_stored, forgotten, latest, no_inputs
+from streamgrad.noise.distributions import Noise, find_noise
 from streamgrad.step.weights import Outer, sum_outer, zero_rows
 from streamgrad.trees import cleared
 

@@ -12,9 +12,9 @@ from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_arguments, check_model, check_number
 from streamgrad.contract import label_of
-from streamgrad.engine.devices import Devices
+from streamgrad.engine.chunk_flow import through
+from streamgrad.engine.collectives import Devices
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, sum_over_streams
-from streamgrad.engine.flow import through
 from streamgrad.step.weights import Outer, sum_outer
 from streamgrad.trees import cleared, finite_streams, is_real, kind_of
 

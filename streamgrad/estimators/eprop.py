@@ -4,9 +4,9 @@ from streamgrad.base import GradientEstimator, Model
 from streamgrad.checks import find_cut
 from streamgrad.contract import label_of
 from streamgrad.engine.estimator import estimator
-from streamgrad.engine.feedback import find_feedback
-from streamgrad.engine.local import by_own_units
-from streamgrad.step.local import Local, find_still
+from streamgrad.engine.learning_signal import find_feedback
+from streamgrad.engine.row_influence import by_own_units
+from streamgrad.step.row_units import Local, find_still
 
 
 def eprop(model: Model, feedback: str = "symmetric", seed: int = 0) -> GradientEstimator:

@@ -10,10 +10,10 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Model, Params
 from streamgrad.checks import check_model
 from streamgrad.contract import label_of
-from streamgrad.engine.chunkwise import Across, Crossing, Walk, chunkwise
+from streamgrad.engine.chunk import Across, Crossing, Walk, chunkwise
+from streamgrad.engine.chunk_passes import forward, read_out
 from streamgrad.engine.estimator import estimator
-from streamgrad.engine.passes import forward, read_out
-from streamgrad.step.linear import linear
+from streamgrad.step.step_vjp import linear
 from streamgrad.step.weights import Outer, sum_outer
 
 

@@ -11,13 +11,13 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_model
 from streamgrad.contract import label_of
-from streamgrad.engine.chunkwise import chunkwise, last_axis
-from streamgrad.engine.devices import ALONE, Columns, Devices, Spread
+from streamgrad.engine.chunk import chunkwise, last_axis
+from streamgrad.engine.collectives import ALONE, Columns, Devices, Spread
 from streamgrad.engine.estimator import Algorithm, Outcome, as_stream, estimator, restart, same_dtype
 from streamgrad.engine.unroll import unroll
 from streamgrad.estimators.rtrl import find_across, rtrl
 from streamgrad.heads import squared_error
-from streamgrad.targets import Credit
+from streamgrad.step_loss import Credit
 
 
 def local_rtrl(model: Model) -> GradientEstimator:

@@ -9,13 +9,13 @@ from streamgrad._typing import Array, Float
 from streamgrad.base import GradientEstimator, Influence, Model
 from streamgrad.checks import find_cut
 from streamgrad.contract import label_of
-from streamgrad.engine.stepwise import online
+from streamgrad.engine.by_steps import online
 from streamgrad.estimators.uoro import UoroMemory, noise_check, rank_one
+from streamgrad.noise.distributions import Noise, find_noise
 from streamgrad.noise.groups import make_groups
 from streamgrad.noise.rescale import find_rescaling
 from streamgrad.noise.settings import NoiseSettings
 from streamgrad.noise.shaping import Shaped, diagonal_q0, shaping
-from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
 

@@ -10,11 +10,11 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Model, real_dtype
 from streamgrad.checks import check_at_most, check_size, find_cut
 from streamgrad.contract import label_of
-from streamgrad.engine.chunkwise import Across, Crossing, chunkwise
-from streamgrad.engine.devices import Columns
+from streamgrad.engine.chunk import Across, Crossing, chunkwise
+from streamgrad.engine.collectives import Columns
 from streamgrad.engine.estimator import estimator
-from streamgrad.noise.reduction import reduce, reduce_by, signs_needed, sketch
-from streamgrad.noise.sources import Noise, find_noise
+from streamgrad.noise.distributions import Noise, find_noise
+from streamgrad.noise.kronecker_reduction import reduce, reduce_by, signs_needed, sketch
 from streamgrad.step import cuts
 from streamgrad.step.weights import Outer, sum_outer, zero_terms
 from streamgrad.trees import cleared
@@ -41,7 +41,7 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
         dh_K/dW     = Σ_i (Φ C_i) ⊗ ã_i + Σ_s G_s ⊗ a_s  ≈  Σ_i C'_i ⊗ ã'_i
 
     The first line of dh_K/dW is exact, and has K terms more than there is room for. The largest in the sense of
-    singular values are kept, and the rest is mixed with random signs (`streamgrad.noise.reduction`): the mean is
+    singular values are kept, and the rest is mixed with random signs (`streamgrad.noise.kronecker_reduction`): the mean is
     right, and the noise is close to the least that so many terms allow. Each weight matrix has a sum of its own; one
     with no more features than terms is exact, such as a bias.
 

@@ -10,13 +10,13 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cut, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, find_cut
 from streamgrad.contract import label_of
+from streamgrad.engine.by_steps import stepwise
 from streamgrad.engine.estimator import Algorithm, Noisy, estimator
-from streamgrad.engine.stepwise import stepwise
 from streamgrad.estimators.uoro import noise_check
+from streamgrad.noise.distributions import Noise, find_noise
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling, Terms, find_rescaling
 from streamgrad.noise.settings import NoiseSettings
-from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
 from streamgrad.step.weights import Outer, sum_outer, zero_features

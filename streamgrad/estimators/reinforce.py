@@ -19,11 +19,11 @@ from streamgrad.checks import (
     leading_length,
 )
 from streamgrad.contract import label_of
+from streamgrad.engine.chunk_passes import episode_over
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, transition
-from streamgrad.engine.passes import episode_over
+from streamgrad.noise.distributions import Noise, find_noise
 from streamgrad.noise.settings import NoiseSettings, check_sigma
 from streamgrad.noise.shaping import check_q0, shape_noise, shaping
-from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
 from streamgrad.trees import cleared, finite_streams
 

@@ -3,8 +3,8 @@
 from streamgrad.base import GradientEstimator, Model
 from streamgrad.contract import label_of
 from streamgrad.engine.estimator import estimator
-from streamgrad.engine.feedback import find_feedback
-from streamgrad.engine.local import by_own_units
+from streamgrad.engine.learning_signal import find_feedback
+from streamgrad.engine.row_influence import by_own_units
 from streamgrad.estimators.eprop import find_traces
 
 

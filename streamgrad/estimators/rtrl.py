@@ -10,14 +10,14 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, check_model
 from streamgrad.contract import label_of
-from streamgrad.engine import shaped
-from streamgrad.engine.chunkwise import Across, Crossing, by_features, chunkwise
+from streamgrad.engine import sparse_influence
+from streamgrad.engine.by_steps import online
+from streamgrad.engine.chunk import Across, Crossing, by_features, chunkwise
 from streamgrad.engine.estimator import estimator
-from streamgrad.engine.stepwise import online
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
-from streamgrad.step.reach import Reach, find_reach
-from streamgrad.step.sparsity import find_pattern
+from streamgrad.step.influence_sparsity import Reach, find_reach
+from streamgrad.step.jacobian_sparsity import find_pattern
 from streamgrad.step.weights import add_pulled, outer, steps_at_once, zero_each
 from streamgrad.trees import cleared
 
@@ -32,7 +32,7 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
     M is multiplied once instead of K times. Where weights multiply features, J_s = I ⊗ a_s^T, and the sum is one matrix
     product; for any other cell it comes from the reverse pass.
 
-    M is kept where it can be non-zero, which is found in the step (`streamgrad.step.sparsity`) and told by
+    M is kept where it can be non-zero, which is found in the step (`streamgrad.step.jacobian_sparsity`) and told by
     `streamgrad.cells.explain`. Where units do not hear each other from step to step, as in `cells.lru` and
     `cells.mingru`, that is one or two numbers for each parameter, and exact gradients cost about as much as BPTT. In a
     stack of such layers lower ones reach all units of the upper ones, and nothing is left out.
@@ -107,22 +107,22 @@ def _in_shape(reach: Reach) -> Across:
 
     def init(params: PyTree, state: PyTree) -> PyTree:
         del state
-        return shaped.zeros(reach, params)
+        return sparse_influence.zeros(reach, params)
 
     def asks(memory: PyTree, noise: None) -> Float[Array, "R S"]:
-        return shaped.colour_vectors(reach, real_dtype(memory))
+        return sparse_influence.colour_vectors(reach, real_dtype(memory))
 
     def advance(shared: PyTree, memory: PyTree, noise: None, crossing: Crossing) -> tuple[PyTree, dict[str, Array]]:
-        moved = cleared(crossing.reset, shaped.move(reach, crossing.back, memory))
+        moved = cleared(crossing.reset, sparse_influence.move(reach, crossing.back, memory))
         return add_pulled(moved, crossing.pulled), {}
 
     def older(memory: PyTree, dl_dstart: Float[Array, "b S"]) -> PyTree:
-        return shaped.contract(reach, dl_dstart / len(dl_dstart), memory)
+        return sparse_influence.contract(reach, dl_dstart / len(dl_dstart), memory)
 
     def block(params: PyTree, length: int) -> int:
         return steps_at_once(params, reach.vectors, length)
 
-    pick = functools.partial(shaped.pick, reach)
+    pick = functools.partial(sparse_influence.pick, reach)
     across = Across(init, asks, advance, older, block=block, pick=pick)
     return across._replace(spread=by_features(across))
 

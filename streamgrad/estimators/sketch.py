@@ -12,10 +12,10 @@ from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_at_most, check_size, find_cut
 from streamgrad.contract import label_of
-from streamgrad.engine.stepwise import online
+from streamgrad.engine.by_steps import online
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
-from streamgrad.step.sparsity import find_pattern
+from streamgrad.step.jacobian_sparsity import find_pattern
 from streamgrad.step.weights import by_matrix, zero_each
 
 

@@ -10,16 +10,16 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, check_size, find_cut
 from streamgrad.contract import label_of
-from streamgrad.engine import shaped
+from streamgrad.engine import sparse_influence
+from streamgrad.engine.by_steps import online
 from streamgrad.engine.estimator import estimator
-from streamgrad.engine.local import by_own_units
-from streamgrad.engine.stepwise import online
+from streamgrad.engine.row_influence import by_own_units
 from streamgrad.estimators.rtrl import rtrl
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
-from streamgrad.step.local import find_local, reached_within
-from streamgrad.step.reach import Reach, compose, shape_of
-from streamgrad.step.sparsity import find_pattern
+from streamgrad.step.influence_sparsity import Reach, compose, shape_of
+from streamgrad.step.jacobian_sparsity import find_pattern
+from streamgrad.step.row_units import find_local, reached_within
 
 
 def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunks") -> GradientEstimator:
@@ -28,7 +28,7 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
         M_t = mask ⊙ ((dh_t/dh_{t-1}) M_{t-1} + dh_t/dθ_t),    dL/dθ = Σ_t (dL_t/dh_t) M_t
 
     The mask is where the sum of n steps from M = 0 can be non-zero. It is found in the step
-    (`streamgrad.step.sparsity`): with n = 1 a weight influences the units that its preactivation enters. Two
+    (`streamgrad.step.jacobian_sparsity`): with n = 1 a weight influences the units that its preactivation enters. Two
     units that feed each other without weights, as both parts of a complex number do, count as one. Where the pattern is
     full, or the recurrence diagonal, this is `rtrl`, and is computed as such; else it is biased, for the influence
     through other units is left out.
@@ -108,7 +108,7 @@ def _stepwise(model: Model, reach: Reach) -> Influence:
 
     def init(params: PyTree, state: PyTree) -> PyTree:
         del state
-        return shaped.zeros(reach, params)
+        return sparse_influence.zeros(reach, params)
 
     def advance(
         shared: PyTree, memory: PyTree, step: Step, noise: PyTree, dl_dstate: Array
@@ -117,14 +117,16 @@ def _stepwise(model: Model, reach: Reach) -> Influence:
         dtype = real_dtype(step.state)
         jacobian = jax.vmap(step.propagate)(jnp.eye(layout.state_size, dtype=dtype)).T
         pushed = jax.vmap(step.push)(jnp.eye(layout.size, dtype=dtype)).T  # dh_t/dz_t
-        entries = shaped.pick(reach, jax.tree.map(lambda leaf: leaf[None, None], jax.vmap(step.unravel)(pushed)))
+        entries = sparse_influence.pick(
+            reach, jax.tree.map(lambda leaf: leaf[None, None], jax.vmap(step.unravel)(pushed))
+        )
         one = jax.tree.map(lambda leaf: leaf[None], memory)
-        moved = jax.tree.map(lambda leaf: leaf[0], shaped.move(reach, jacobian[None], one))
-        moved = shaped.kept(reach, moved)  # what all rows have in common is moved for all of them
+        moved = jax.tree.map(lambda leaf: leaf[0], sparse_influence.move(reach, jacobian[None], one))
+        moved = sparse_influence.kept(reach, moved)  # what all rows have in common is moved for all of them
         return jax.tree.map(lambda m, i, a: m + i[0, 0][:, :, None] * a[None, None], moved, entries, step.features), {}
 
     def contract(before: PyTree, after: PyTree, step: Step, dl_dstate: Float[Array, " S"]) -> PyTree:
         del before, step
-        return shaped.contract(reach, dl_dstate[None], jax.tree.map(lambda leaf: leaf[None], after))
+        return sparse_influence.contract(reach, dl_dstate[None], jax.tree.map(lambda leaf: leaf[None], after))
 
     return Influence(vertex, init, advance, contract)

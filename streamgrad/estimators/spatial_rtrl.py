@@ -9,11 +9,11 @@ from streamgrad._typing import Array, PyTree
 from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import find_cut
 from streamgrad.contract import label_of
-from streamgrad.engine.stepwise import online
+from streamgrad.engine.by_steps import online
 from streamgrad.estimators.rtrl import contract, empty_jacobian, propagate
+from streamgrad.noise.distributions import Noise, find_noise
 from streamgrad.noise.settings import NoiseSettings
 from streamgrad.noise.shaping import Shaped, check_q0, shape_noise, shaping
-from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
 

@@ -14,9 +14,9 @@ from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Mode
 from streamgrad.checks import check_flag, check_model, check_size, leading_length
 from streamgrad.contract import label_of
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams
-from streamgrad.engine.stored import as_stored, forgotten, latest, no_inputs
-from streamgrad.step.copies import in_copies
+from streamgrad.engine.stored_steps import as_stored, forgotten, latest, no_inputs
 from streamgrad.step.weights import Outer, sum_outer, zero_rows
+from streamgrad.step.window_copies import in_copies
 from streamgrad.trees import cleared
 
 

@@ -11,15 +11,15 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Cut, GradientEstimator, Influence, Model, real_dtype
 from streamgrad.checks import check_choice, check_model, find_cut
 from streamgrad.contract import label_of
+from streamgrad.engine.by_steps import stepwise
 from streamgrad.engine.estimator import Algorithm, Noisy, estimator
-from streamgrad.engine.factored import Factored
-from streamgrad.engine.stepwise import stepwise
 from streamgrad.estimators.uoro_across import uoro_across
+from streamgrad.estimators.uoro_factored import Factored
+from streamgrad.noise.distributions import Noise, find_noise
 from streamgrad.noise.groups import Groups, make_groups
 from streamgrad.noise.rescale import Rescaling, Terms, find_rescaling
 from streamgrad.noise.settings import NoiseSettings
 from streamgrad.noise.shaping import Shaped, check_q0, shape_gradient, shape_noise, shaping
-from streamgrad.noise.sources import Noise, find_noise
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
 

@@ -9,12 +9,12 @@ import numpy as np
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Model, real_dtype
 from streamgrad.checks import check_at_most, check_size
-from streamgrad.engine.chunkwise import Across, Crossing, chunkwise
-from streamgrad.engine.devices import Devices
+from streamgrad.engine.chunk import Across, Crossing, chunkwise
+from streamgrad.engine.collectives import Devices
 from streamgrad.engine.estimator import Algorithm
+from streamgrad.noise.distributions import Noise
 from streamgrad.noise.rescale import Rescaling, Terms
 from streamgrad.noise.settings import NoiseSettings, Shrinkage
-from streamgrad.noise.sources import Noise
 from streamgrad.step import cuts
 from streamgrad.step.weights import (
     add_pulled,

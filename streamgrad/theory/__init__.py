@@ -10,7 +10,7 @@ entry is in which group is a `partition`.
 """
 
 from streamgrad.noise.shaping import diagonal_q0
-from streamgrad.theory.chunks import across_variance, collect_chunks
+from streamgrad.theory.chunk_variance import across_variance, collect_chunks
 from streamgrad.theory.covariance import covariance
 from streamgrad.theory.empirical import Empirical, empirical
 from streamgrad.theory.episode import Episode, collect

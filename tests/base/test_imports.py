@@ -95,10 +95,10 @@ def test_no_file_imports_itself_through_others():
 @pytest.mark.parametrize(
     "source",
     [
-        "import streamgrad.lab.files",
+        "import streamgrad_lab.files",
         "from streamgrad import lab",
-        "from streamgrad.lab import files",
-        "def late():\n    from streamgrad.lab.files import write_text",
+        "from streamgrad_lab import files",
+        "def late():\n    from streamgrad_lab.files import write_text",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..lab import files",
         "from ..theory.episode import collect",
         "import streamgrad as sg",
@@ -127,13 +127,13 @@ import streamgrad as sg
 
 new = {name.partition(".")[0] for name in sys.modules} - known
 assert new == {"streamgrad"}, new
-inside = {name for name in sys.modules if name.startswith("streamgrad.lab")}
+inside = {name for name in sys.modules if name.startswith("streamgrad_lab")}
 assert not inside, inside
 model = sg.Model(sg.cells.lstm(2, 3), sg.heads.softmax(2))
 params = model.init(jax.random.key(0))
 chunk = sg.Chunk(jax.numpy.ones((2, 2)), jax.numpy.zeros(2, int))
 grads, state, info = sg.uoro(model).update(params, sg.uoro(model).init(params), chunk, jax.random.key(1))
-import streamgrad.lab.progress, streamgrad.lab.tasks.queue, streamgrad.lab.tasks.mnist
+import streamgrad_lab.progress, streamgrad_lab.tasks.queue, streamgrad_lab.tasks.mnist
 """
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
-from streamgrad.noise.reduction import signs_needed
+from streamgrad.noise.kronecker_reduction import signs_needed
 from tests.cells.zoo import CASES, Case
 from tests.tools import all_signs, cut_size, few, made, mean_over, orthogonal_signs, random_alpha, run, split
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from streamgrad_lab.cli.main import main
+from streamgrad_lab.training import read_metrics
+from streamgrad_lab.training.checkpoint import steps
 
-from streamgrad.lab.cli.main import main
-from streamgrad.lab.training import read_metrics
-from streamgrad.lab.training.checkpoint import steps
 from tests.flags import FLAGS
 from tests.tools import ROOT
 
@@ -26,7 +26,7 @@ OPTIONS = (*TASK, "--estimator", "rtrl", "--every", "10", "--seeds", "2")
 
 def start(folder: Path, *options: str) -> subprocess.Popen:
     """`streamgrad train` as a process of its own, with the test's quick compiler."""
-    command = [sys.executable, "-m", "streamgrad_command", "train", str(folder), *OPTIONS, *options]
+    command = [sys.executable, "-m", "streamgrad_lab.command", "train", str(folder), *OPTIONS, *options]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, "JAX_NUM_CPU_DEVICES": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     return subprocess.Popen(

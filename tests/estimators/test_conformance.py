@@ -264,7 +264,7 @@ def test_reset_begins_anew(row, cut):
     assert error(together[0], jax.tree.map(jnp.add, one[0], two[0])) < 1e-12
     np.testing.assert_allclose(together[2].loss, jnp.concatenate([one[2].loss, two[2].loss]), rtol=1e-12)
     if not by_step:
-        return  # what is carried on is right in the mean: tests/engine/test_chunkwise.py
+        return  # what is carried on is right in the mean: tests/engine/test_chunk.py
     # What follows depends on the second episode alone, save for what was learnt of both.
     later = make_chunk(model, 3, seed=5)
     if row.learns:

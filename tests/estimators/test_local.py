@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
-from streamgrad.engine.feedback import random_weights
-from streamgrad.step.local import find_local
+from streamgrad.engine.learning_signal import random_weights
+from streamgrad.step.row_units import find_local
 from tests.reference import local as oracle
 from tests.tools import bptt, error, few, made, make_chunk, make_params, one_sentence, run, split
 

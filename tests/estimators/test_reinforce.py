@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
+from streamgrad_lab.experiments import find_experiment
+from streamgrad_lab.tasks.base import Task
+from streamgrad_lab.training import loop
 
 import streamgrad as sg
-from streamgrad.lab.experiments import find_experiment
-from streamgrad.lab.tasks.base import Task
-from streamgrad.lab.training import loop
 from streamgrad.noise import find_noise
 from tests.reference import estimators as oracle
 from tests.tools import (

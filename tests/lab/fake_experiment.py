@@ -5,7 +5,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from streamgrad.lab.experiments.base import Claim, Experiment, Section, Table
+from streamgrad_lab.experiments.base import Claim, Experiment, Section, Table
 
 NASTY = '<script>console.error("not escaped")</script> & "quoted"'
 

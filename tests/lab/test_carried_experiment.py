@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-
-from streamgrad.lab.experiments import find_experiment
-from streamgrad.lab.experiments.carried_report import VARIANCE, means, sections
-from streamgrad.lab.tables import write_rows
+from streamgrad_lab.experiments import find_experiment
+from streamgrad_lab.experiments.carried_report import VARIANCE, means, sections
+from streamgrad_lab.tables import write_rows
 
 
 def rows_of(values, updates=(100, 200)):

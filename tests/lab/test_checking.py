@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from streamgrad_lab import Task, find_task
+from streamgrad_lab.tasks.checking import check_task
+from streamgrad_lab.training import Plan, train
 
 import streamgrad as sg
-from streamgrad.lab import Task, find_task
-from streamgrad.lab.tasks.checking import check_task
-from streamgrad.lab.training import Plan, train
 from tests.lab.counting import parts
 from tests.tools import one_sentence
 
@@ -101,7 +101,7 @@ def swapped(data, state, key):
 
 
 WRONG = {
-    "no task": (3, "task must be a streamgrad.lab.Task, not int"),
+    "no task": (3, "task must be a streamgrad_lab.Task, not int"),
     "head": (
         task_of(None)._replace(head="softmax"),
         "must be one of streamgrad.heads, not str",

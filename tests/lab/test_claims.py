@@ -3,8 +3,7 @@
 import dataclasses
 
 import numpy as np
-
-from streamgrad.lab.experiments import (
+from streamgrad_lab.experiments import (
     ablation,
     carried_report,
     reinforce,
@@ -15,10 +14,11 @@ from streamgrad.lab.experiments import (
     variance,
     variance_report,
 )
-from streamgrad.lab.experiments.records import read_settings
-from streamgrad.lab.experiments.streams.lanes import read_cases
-from streamgrad.lab.manifest import load_manifest, plain
-from streamgrad.lab.tables import read_rows
+from streamgrad_lab.experiments.records import read_settings
+from streamgrad_lab.experiments.streams.lanes import read_cases
+from streamgrad_lab.manifest import load_manifest, plain
+from streamgrad_lab.tables import read_rows
+
 from tests.tools import ROOT
 
 RESULTS = ROOT / "experiments" / "results" / "paper"

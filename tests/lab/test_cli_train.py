@@ -14,10 +14,10 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from streamgrad_lab.cli.main import COMMANDS, main
+from streamgrad_lab.training import read_metrics
 
 import streamgrad as sg
-from streamgrad.lab.cli.main import COMMANDS, main
-from streamgrad.lab.training import read_metrics
 from tests.tools import ROOT
 
 TRAIN = ["--task", "queue", "--task-options", "delay=1", "--batch-size", "2", "--length", "2", "--cell", "vanilla"]
@@ -36,7 +36,7 @@ def as_a_user():
 def test_help_loads_nothing_heavy():
     """In a fresh interpreter; modules are counted, since seconds depend on the machine."""
     code = (
-        "import sys; from streamgrad.lab.cli.main import main; import streamgrad.lab as lab\n"
+        "import sys; from streamgrad_lab.cli.main import main; import streamgrad_lab as lab\n"
         "assert all(getattr(lab, name) is not None for name in lab.__all__)\n"
         "assert main(['--help']) == 0 and main([]) == 0 and main(['--version']) == 0\n"
         "assert 'tyro' not in sys.modules, 'for the list of commands'\n"
@@ -58,7 +58,7 @@ def test_experiments_run_with_jax_numpy_and_optax_alone(tmp_path):
         f"import sys; sys.modules.update(dict.fromkeys({extras}))\n"
         "import importlib.util; found = importlib.util.find_spec\n"
         f"importlib.util.find_spec = lambda name: None if name in {extras} else found(name)\n"
-        "from streamgrad.lab.cli.main import main\n"
+        "from streamgrad_lab.cli.main import main\n"
         f"assert main(['reproduce', 'ablation', *{options}]) == 0\n"
         "assert main(['train', 'x']) == 1"
     )
@@ -141,7 +141,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen:
     cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
     cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
     environment = os.environ | cache | {"JAX_ENABLE_X64": "1"}
-    command = [sys.executable, "-m", "streamgrad_command", "train", str(folder), *TRAIN, *more]
+    command = [sys.executable, "-m", "streamgrad_lab.command", "train", str(folder), *TRAIN, *more]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from streamgrad_lab import Candidate, candidates_for, compare, ranks
 
 import streamgrad as sg
-from streamgrad.lab import Candidate, candidates_for, compare, ranks
 from streamgrad.theory.predictions import find_prediction
 from tests import tools
 from tests.lab.measured import measured, network
@@ -165,7 +165,7 @@ def test_carry_is_measured_with_what_it_has_learnt(all_rows, monkeypatch):
     model, params, chunk = network()
     assert all_rows["uoro carried"].verdict == "none seen"
     # Without a past it is GIR with the identity, and says so.
-    monkeypatch.setattr("streamgrad.lab.programs.WARM_UP", 6)
+    monkeypatch.setattr("streamgrad_lab.programs.WARM_UP", 6)
     some = [Candidate("carry", "unbiased", sg.carried(sg.uoro(model)))]
     (row,) = compare(model, params, chunk, jax.random.key(3), 2048, 8, repeats=1, candidates=some, chunk_length=4)
     assert row.name == "carry (nothing learnt yet)"

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.text import Text
+from streamgrad_lab import Comparison, frontier, ranks
+from streamgrad_lab.cli.compare import advice, heading
+from streamgrad_lab.cli.main import main
+from streamgrad_lab.report.frontier import _staircase, draw_frontier, write_frontier
+from streamgrad_lab.report.labels import shared_area
 
-from streamgrad.lab import Comparison, frontier, ranks
-from streamgrad.lab.cli.compare import advice, heading
-from streamgrad.lab.cli.main import main
-from streamgrad.lab.report.frontier import _staircase, draw_frontier, write_frontier
-from streamgrad.lab.report.labels import shared_area
 from tests.lab.measured import measured
 
 # What a row that nobody has measured might say.
@@ -195,7 +195,7 @@ def test_wrong_choices_are_answered(capsys):
     ],
 )
 def test_what_is_wrong_is_said_before_training(options, code, says, capsys, monkeypatch):
-    monkeypatch.setattr("streamgrad.lab.cli.compare.prepare", lambda *args: pytest.fail("it has begun to train"))
+    monkeypatch.setattr("streamgrad_lab.cli.compare.prepare", lambda *args: pytest.fail("it has begun to train"))
     if options[-1].startswith("/proc") and not Path("/proc").is_dir():
         pytest.skip("no folder that nobody may write to")
     assert main(["compare", *options]) == code

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-
-from streamgrad.lab.experiments.evidence import Estimate, decide, difference, judge, log_ratio, mean_of, power, within
+from streamgrad_lab.experiments.evidence import Estimate, decide, difference, judge, log_ratio, mean_of, power, within
 
 
 @pytest.mark.parametrize("sizes, spreads", [((2, 2), (1.0, 1.0)), ((3, 10), (1.0, 3.0)), ((10, 10), (1.0, 0.1))])

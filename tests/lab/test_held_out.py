@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
+from streamgrad_lab.cli.main import main
+from streamgrad_lab.tasks import Task, find_task
+from streamgrad_lab.tasks.base import HeldOut
+from streamgrad_lab.training import Plan, begin, metrics, read_metrics, train
+from streamgrad_lab.training.measure import held_out_loss, measured_every
 
 import streamgrad as sg
-from streamgrad.lab.cli.main import main
-from streamgrad.lab.tasks import Task, find_task
-from streamgrad.lab.tasks.base import HeldOut
-from streamgrad.lab.training import Plan, begin, metrics, read_metrics, train
-from streamgrad.lab.training.measure import held_out_loss, measured_every
 from tests.lab.counting import parts, same
 
 TEXT = "the quick brown fox jumps over the lazy dog, " * 9  # 405 characters, of which 40 are held out
@@ -59,7 +59,7 @@ def test_the_last_tenth_of_a_text_is_not_trained_on(path):
 @pytest.mark.parametrize("batch_size, lanes", [(2, 2), (7, 7), (100, 39)])
 def test_the_loss_of_a_held_out_text(path, batch_size, lanes, monkeypatch):
     """Lanes of equal length, each from its beginning, in several chunks of which the last is not full."""
-    monkeypatch.setattr("streamgrad.lab.tasks.file_end.LANE", 4)
+    monkeypatch.setattr("streamgrad_lab.tasks.file_end.LANE", 4)
     task = find_task("text", path=path, batch_size=batch_size, length=5)
     model, ts = begun(task)
     got = held_out_loss(model, task, ts)(ts)
@@ -122,7 +122,7 @@ def test_weights_of_any_kind():
 
 @pytest.fixture
 def often(monkeypatch):
-    monkeypatch.setattr("streamgrad.lab.training.measure.OFTEN", 4)
+    monkeypatch.setattr("streamgrad_lab.training.measure.OFTEN", 4)
 
 
 PLAN = Plan(updates=24, every=2, seeds=2)

@@ -10,8 +10,8 @@ import textwrap
 import time
 
 import pytest
+from streamgrad_lab.training.checkpoint import steps
 
-from streamgrad.lab.training.checkpoint import steps
 from tests.tools import ROOT
 
 START = """
@@ -40,7 +40,7 @@ def start(body: str) -> subprocess.Popen:
 
 FROM_PYTHON = """
 import sys, pathlib, optax, streamgrad as sg
-from streamgrad.lab.training import Plan, train
+from streamgrad_lab.training import Plan, train
 from tests.lab.counting import counting, parts
 train(pathlib.Path(sys.argv[1]), Plan(updates=10_000_000, every=10), *parts(counting()), resume="--resume" in sys.argv)
 """
@@ -181,7 +181,7 @@ def test_without_ctrl_c_the_code_is_the_commands():
 @pytest.mark.parametrize("moment, number", [(0.2, signal.SIGINT), (0.7, signal.SIGINT), (0.4, signal.SIGTERM)])
 def test_a_command_that_is_still_being_imported_ends(moment, number):
     """Nothing has begun that could be lost, and jax is half imported; on a fast machine it may have got further."""
-    code = "import streamgrad_command as c, sys; print('ready', flush=True); sys.argv[1:] = ['compare']; c.main()"
+    code = "import streamgrad_lab.command as c, sys; print('ready', flush=True); sys.argv[1:] = ['compare']; c.main()"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -205,7 +205,7 @@ def test_commands_end_at_random_moments(name, tmp_path):
     for moment in range(4):
         folder = tmp_path / str(moment)
         words = [str(folder) if word == "X" else word for word in COMMANDS[name]]
-        argv = [sys.executable, "-m", "streamgrad_command", *words]
+        argv = [sys.executable, "-m", "streamgrad_lab.command", *words]
         process = subprocess.Popen(argv, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, text=True)
         time.sleep(draw.uniform(0.3, 12))
         number = draw.choice(list(EXIT))

@@ -12,21 +12,21 @@ import time
 from pathlib import Path
 
 import pytest
+from streamgrad_lab import locks
+from streamgrad_lab.cli.main import main
+from streamgrad_lab.experiments import MODULES
+from streamgrad_lab.locks import LOCK, Busy, locked, locked_file, locked_folder
 
-from streamgrad.lab import locks
-from streamgrad.lab.cli.main import main
-from streamgrad.lab.experiments import MODULES
-from streamgrad.lab.locks import LOCK, Busy, locked, locked_file, locked_folder
 from tests.tools import ROOT, one_sentence
 
 # The module alone, without the package, which imports jax: a process takes a twentieth of a second.
 ALONE = """
 import os, sys, time, types
-sys.path.insert(0, "streamgrad/lab")
+sys.path.insert(0, "lab/streamgrad_lab")
 import interrupts
-lab = types.ModuleType("streamgrad.lab")
+lab = types.ModuleType("streamgrad_lab")
 lab.interrupts = interrupts
-sys.modules.update({"streamgrad": types.ModuleType("streamgrad"), "streamgrad.lab": lab})
+sys.modules.update({"streamgrad": types.ModuleType("streamgrad"), "streamgrad_lab": lab})
 import locks
 from pathlib import Path
 folder = Path(sys.argv[1])

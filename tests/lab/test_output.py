@@ -15,14 +15,14 @@ TRAIN = "--task queue --task-options delay=1 --batch-size 2 --length 2 --cell va
 
 def shell(words: str, cwd=ROOT, **environment: str) -> subprocess.CompletedProcess:
     """A line of the shell, in which `streamgrad` is this checkout's."""
-    line = words.replace("streamgrad", f"{sys.executable} -m streamgrad_command", 1)
+    line = words.replace("streamgrad", f"{sys.executable} -m streamgrad_lab.command", 1)
     variables = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"} | environment
     return subprocess.run(["sh", "-c", line], cwd=cwd, env=variables, capture_output=True, timeout=120)
 
 
 CLOSED = """
-import os, sys, streamgrad_command
-streamgrad_command.open_streams()
+import os, sys, streamgrad_lab.command
+streamgrad_lab.command.open_streams()
 opened = [os.open("/dev/null", os.O_RDONLY)]
 os.write(1, b"lost"), os.write(2, b"lost"), print("lost"), print("lost", file=sys.stderr), sys.stdin.read()
 sys.stdout.isatty(), sys.stderr.isatty()
@@ -54,7 +54,7 @@ def test_output_that_is_lost_is_said():
 
 
 def test_a_log_on_a_full_disk_ends_no_run(monkeypatch):
-    from streamgrad.lab.progress import showing
+    from streamgrad_lab.progress import showing
 
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", full)

@@ -9,15 +9,15 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from streamgrad_lab import find_task, load_params, own, read_metrics
+from streamgrad_lab.cli.compare import Options, task_of
+from streamgrad_lab.cli.main import main
 
-from streamgrad.lab import find_task, load_params, own, read_metrics
-from streamgrad.lab.cli.compare import Options, task_of
-from streamgrad.lab.cli.main import main
 from tests.tools import ROOT, one_sentence
 
 MINE = """
 import jax, jax.numpy as jnp, streamgrad as sg
-from streamgrad.lab import Task
+from streamgrad_lab import Task
 
 
 def sine(batch_size=4, length=5, pace=0.3):
@@ -137,7 +137,7 @@ WRONG = {
     "no function": ("--cell mine:leeky", "mine.py, has no 'leeky'."),
     "no name": ("--task mine:", "'mine:' must be MODULE:FUNCTION, such as mine:make for the function make of"),
     "no call": ("--task mine:number", "mine:number must be a function, not int."),
-    "another task": ("--task mine:three", "mine:three must return a streamgrad.lab.Task, not int."),
+    "another task": ("--task mine:three", "mine:three must return a streamgrad_lab.Task, not int."),
     "another cell": ("--cell mine:three", "mine:three must return a Cell, such as streamgrad.cells.from_function"),
     "needs": ("--task mine:whole", "the task mine:whole needs the option batch_size."),
     "needs more": ("--task mine:divides", "the task mine:divides needs n_in: --task-options n_in=VALUE."),
@@ -186,7 +186,17 @@ def test_a_name_of_the_library_is_not_shadowed(folder):
 @pytest.mark.slow
 def test_the_command_itself_finds_the_folder(folder):
     """As a process of its own, as a user types it."""
-    command = [sys.executable, "-m", "streamgrad_command", "train", "run", *OWN, "--updates", "20", "--no-checkpoints"]
+    command = [
+        sys.executable,
+        "-m",
+        "streamgrad_lab.command",
+        "train",
+        "run",
+        *OWN,
+        "--updates",
+        "20",
+        "--no-checkpoints",
+    ]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "PYTHONSAFEPATH": "1",

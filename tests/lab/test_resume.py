@@ -7,17 +7,17 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from streamgrad_lab.cli.main import main
+from streamgrad_lab.experiments import MODULES
+from streamgrad_lab.experiments.reproduce import reproduce
+from streamgrad_lab.manifest import FORMAT, load_manifest, save_manifest
+from streamgrad_lab.report.page import Content, write_report
+from streamgrad_lab.tasks import find_task
+from streamgrad_lab.tasks.base import digest
+from streamgrad_lab.training import metrics, train
+from streamgrad_lab.training.checkpoint import Checkpoints, steps
+from streamgrad_lab.training.session import _check_resumed
 
-from streamgrad.lab.cli.main import main
-from streamgrad.lab.experiments import MODULES
-from streamgrad.lab.experiments.reproduce import reproduce
-from streamgrad.lab.manifest import FORMAT, load_manifest, save_manifest
-from streamgrad.lab.report.page import Content, write_report
-from streamgrad.lab.tasks import find_task
-from streamgrad.lab.tasks.base import digest
-from streamgrad.lab.training import metrics, train
-from streamgrad.lab.training.checkpoint import Checkpoints, steps
-from streamgrad.lab.training.session import _check_resumed
 from tests.lab import fake_experiment
 from tests.lab.counting import PLAN, counting, parts, same, summarise
 from tests.tools import one_sentence
@@ -97,7 +97,7 @@ def test_an_experiment_goes_on_with_its_data(tmp_path, capsys, monkeypatch):
 
 
 def test_the_text_of_streams_has_a_hash(tmp_path):
-    from streamgrad.lab.experiments import streams
+    from streamgrad_lab.experiments import streams
 
     config = streams.PRESETS["paper"]
     found = []
@@ -175,7 +175,7 @@ def test_a_format_that_is_not_known_is_named(run):
 def test_a_checkpoint_carries_its_format(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("streamgrad.lab.training.checkpoint.FORMAT", 9)
+        patch.setattr("streamgrad_lab.training.checkpoint.FORMAT", 9)
         checkpoints.save(5, {"a": np.ones(3)})
         assert list(checkpoints.read(5)) == ["['a']"]
     with pytest.raises(ValueError, match=r"5 is of format 9, and .* reads 3 and those before it: go on with the"):

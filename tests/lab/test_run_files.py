@@ -8,11 +8,11 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from streamgrad_lab.manifest import load_manifest, new_manifest, save_manifest
+from streamgrad_lab.training import Plan, load_params, metrics, read_metrics, train
+from streamgrad_lab.training.checkpoint import Checkpoints, steps
 
 import streamgrad as sg
-from streamgrad.lab.manifest import load_manifest, new_manifest, save_manifest
-from streamgrad.lab.training import Plan, load_params, metrics, read_metrics, train
-from streamgrad.lab.training.checkpoint import Checkpoints, steps
 from tests.lab.counting import PLAN, Count, counting, parts, same, summarise
 
 
@@ -67,7 +67,7 @@ def test_a_run_may_be_made_longer(unbroken, tmp_path):
 
 def test_ctrl_c_saves_the_last_whole_row(tmp_path, monkeypatch):
     """Although no checkpoint was due; the updates of a row that is not whole are made again."""
-    monkeypatch.setattr("streamgrad.lab.training.session.CALL_SECONDS", 1e-9)
+    monkeypatch.setattr("streamgrad_lab.training.session.CALL_SECONDS", 1e-9)
 
     def ctrl_c(done, of, words):
         if done == 5:

@@ -10,13 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
-import streamgrad as sg
-from streamgrad.estimators import REGISTRY
-from streamgrad.lab.experiments import find_experiment, streams
-from streamgrad.lab.experiments.reproduce import reproduce
-from streamgrad.lab.experiments.streams import agent, copying, recall, series, text
-from streamgrad.lab.experiments.streams.lanes import (
+from streamgrad_lab.experiments import find_experiment, streams
+from streamgrad_lab.experiments.reproduce import reproduce
+from streamgrad_lab.experiments.streams import agent, copying, recall, series, text
+from streamgrad_lab.experiments.streams.lanes import (
     Lane,
     all_lanes,
     best_of,
@@ -25,8 +22,11 @@ from streamgrad.lab.experiments.streams.lanes import (
     train_lanes,
     write_case,
 )
-from streamgrad.lab.experiments.streams.methods import METHODS, for_streams, make_estimator
-from streamgrad.lab.tasks import find_task
+from streamgrad_lab.experiments.streams.methods import METHODS, for_streams, make_estimator
+from streamgrad_lab.tasks import find_task
+
+import streamgrad as sg
+from streamgrad.estimators import REGISTRY
 from tests.tools import one_sentence
 
 NAMES = list(streams.PARTS)

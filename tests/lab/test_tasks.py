@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
+from streamgrad_lab.tasks import TASKS, find_task, mnist
+from streamgrad_lab.tasks.images import image_task
+from streamgrad_lab.tasks.mnist import IdxFile
 
 import streamgrad as sg
-from streamgrad.lab.tasks import TASKS, find_task, mnist
-from streamgrad.lab.tasks.images import image_task
-from streamgrad.lab.tasks.mnist import IdxFile
 
 
 def stream(task, chunks: int, seed: int = 0) -> tuple[sg.Chunk, object]:
@@ -258,6 +258,6 @@ def test_images_and_labels_that_do_not_fit(images, labels, words):
 
 
 def test_every_task_of_the_table_is_there():
-    from streamgrad.lab.tasks import task_function
+    from streamgrad_lab.tasks import task_function
 
     assert all(callable(task_function(name)) for name in TASKS)

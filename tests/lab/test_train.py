@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from streamgrad_lab.cli.main import main
+from streamgrad_lab.tasks import Task, find_task
+from streamgrad_lab.training import Diverged, Plan, begin, load_params, loop, metrics, read_metrics, train
+from streamgrad_lab.training.checkpoint import Checkpoints, steps
+from streamgrad_lab.training.measure import untrained_loss
 
 import streamgrad as sg
-from streamgrad.lab.cli.main import main
-from streamgrad.lab.tasks import Task, find_task
-from streamgrad.lab.training import Diverged, Plan, begin, load_params, loop, metrics, read_metrics, train
-from streamgrad.lab.training.checkpoint import Checkpoints, steps
-from streamgrad.lab.training.measure import untrained_loss
 from tests.lab.counting import PLAN, counting, parts, same
 from tests.tools import ROOT, code_blocks
 
@@ -132,7 +132,7 @@ def test_numbers_do_not_depend_on_the_length_of_calls(cell, estimator, tmp_path,
     seen: dict[float, list[int]] = {}
     outcomes = []
     for seconds, interval in ((1e-9, 6), (1e9, None)):
-        monkeypatch.setattr("streamgrad.lab.training.session.CALL_SECONDS", seconds)
+        monkeypatch.setattr("streamgrad_lab.training.session.CALL_SECONDS", seconds)
         made = seen.setdefault(seconds, [])
         outcomes.append(
             train(
@@ -150,7 +150,7 @@ def test_numbers_do_not_depend_on_the_length_of_calls(cell, estimator, tmp_path,
 
 @pytest.mark.slow
 def test_a_seed_that_stops_within_a_row_ends_the_run_at_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("streamgrad.lab.training.session.CALL_SECONDS", 1e-9)
+    monkeypatch.setattr("streamgrad_lab.training.session.CALL_SECONDS", 1e-9)
     plan, task = Plan(updates=12, every=4, seeds=1), counting({0: 1})
     for resume in (False, True):
         with pytest.raises(Diverged, match="seed 0 stopped at update 2, where"):

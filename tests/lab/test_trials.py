@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
+from streamgrad_lab.locks import LOCK
+from streamgrad_lab.training.checkpoint import Checkpoints, steps
 
-from streamgrad.lab.locks import LOCK
-from streamgrad.lab.training.checkpoint import Checkpoints, steps
 from tests.tools import ROOT
 
 TRIALS = int(os.environ.get("STREAMGRAD_TRIALS", "2"))
@@ -50,7 +50,7 @@ class Command:
         cache = {"JAX_COMPILATION_CACHE_DIR": str(self.cache), "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
         cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         words = [str(folder) if word == "X" else word for word in self.words]
-        argv = [sys.executable, "-m", "streamgrad_command", *words, *more]
+        argv = [sys.executable, "-m", "streamgrad_lab.command", *words, *more]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(argv, cwd=ROOT, env=os.environ | cache, text=True, **pipes)
 

@@ -4,9 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-
-from streamgrad.lab.experiments import tune, tune_report, variance
-from streamgrad.lab.tables import write_rows
+from streamgrad_lab.experiments import tune, tune_report, variance
+from streamgrad_lab.tables import write_rows
 
 BEST = {
     "identity-gir": (0.007, 0.5, 0.5, 0.5),

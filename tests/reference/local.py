@@ -12,7 +12,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
-from streamgrad.engine.feedback import random_weights
+from streamgrad.engine.learning_signal import random_weights
 from tests.reference.unrolled import jacobians, resets
 from tests.tools import made
 

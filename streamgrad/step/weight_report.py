@@ -1,0 +1,51 @@
+"""Where each parameter of a step went, in words."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from streamgrad._typing import PyTree
+from streamgrad.step.find_weights import Plan, real_size
+
+
+class Place(NamedTuple):
+    """What became of one array of parameters.
+
+    Attributes:
+      name: where it stands among the parameters.
+      shape: of the array.
+      where: "product", "own" for a cut of its own, "both", "unused"; "whole" where products were not looked for.
+      matrices: the matrices that it is part of, as (rows, features).
+      displaced: how many numbers of its own are displaced at every step.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    where: str
+    matrices: tuple[tuple[int, int], ...]
+    displaced: int
+
+
+def places(params: PyTree, plan: Plan | None) -> list[Place]:
+    """What became of every array of parameters; without a plan, nothing was looked for."""
+    found = []
+    for index, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
+        name = jax.tree_util.keystr(path)
+        if plan is None:
+            found.append(Place(name, leaf.shape, "whole", (), leaf.size))
+            continue
+        matrices = tuple(_shape(plan, group) for group in plan.groups if index in _leaves(plan, group))
+        own = sum(real_size(plan.program.avals[value]) for value in plan.rest if index in plan.made_of[value])
+        where = ("both" if own else "product") if matrices else ("own" if own else "unused")
+        found.append(Place(name, leaf.shape, where, matrices, own))
+    return found
+
+
+def _leaves(plan: Plan, group: Any) -> frozenset[int]:
+    sources = frozenset().union(*(plan.affine[value].sources for value in group.values))
+    return frozenset().union(*(plan.made_of[value] for value in sources))
+
+
+def _shape(plan: Plan, group: Any) -> tuple[int, int]:
+    rows = sum(real_size(plan.program.avals[value]) for value in group.values)
+    return rows, sum(feature.size(plan.program) for feature in group.features)
