@@ -4,13 +4,12 @@ model = sg.Model(sg.cells.gru(n_in, n_hidden), sg.heads.softmax(n_classes))
 est = sg.rtrl(model)  # exact; `sg.ok` where the network is too large for it, `sg.bptt` for truncated BPTT
 params = model.init(key)
 state = est.init(params)
-grads, state, info = est.update(params, state, chunk, key)
+grads, state, info = est.update(params, state, chunk)
 
-Tasks, training, experiments, the report and the command line are in `streamgrad_lab`, which nothing here imports.
+Tasks, training, experiments, the report and the command line are in `streamgrad_lab`, a distribution of its own.
 """
 
-from streamgrad import cells, estimators, heads, noise
-from streamgrad import theory as variance
+from streamgrad import cells, estimators, heads, noise, theory
 from streamgrad.adapt.carried import carried
 from streamgrad.base import (
     Cell,
@@ -19,12 +18,15 @@ from streamgrad.base import (
     EstimatorState,
     GradientEstimator,
     Head,
-    Influence,
     Info,
     Model,
     Params,
+    Trace,
+    worked,
 )
-from streamgrad.engine.by_steps import online
+from streamgrad.engine.by_steps import by_steps
+from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method, Outcome, per_stream
 from streamgrad.engine.monitored import monitored
 from streamgrad.engine.sharded import sharded
 from streamgrad.engine.streams import batched
@@ -44,8 +46,9 @@ from streamgrad.estimators import (
     sketch,
     snap,
     spatial_rtrl,
-    tbptt,
     uoro,
+    uoro_across,
+    windowed_bptt,
 )
 from streamgrad.noise.settings import with_noise
 from streamgrad.step import cuts
@@ -59,18 +62,22 @@ __all__ = [
     "EstimatorState",
     "GradientEstimator",
     "Head",
-    "Influence",
     "Info",
+    "Method",
     "Model",
+    "Outcome",
     "Params",
+    "Trace",
     "artbp",
     "batched",
     "bptt",
+    "by_steps",
     "carried",
     "cells",
     "cuts",
     "dni",
     "eprop",
+    "estimator",
     "estimators",
     "heads",
     "immediate",
@@ -79,7 +86,7 @@ __all__ = [
     "nobacktrack",
     "noise",
     "ok",
-    "online",
+    "per_stream",
     "preuoro",
     "reinforce",
     "rflo",
@@ -88,8 +95,10 @@ __all__ = [
     "sketch",
     "snap",
     "spatial_rtrl",
-    "tbptt",
+    "theory",
     "uoro",
-    "variance",
+    "uoro_across",
+    "windowed_bptt",
     "with_noise",
+    "worked",
 ]

@@ -1,17 +1,10 @@
-"""The records that everything else is made of: small tuples of pure functions, in the manner of optax.
-
-Two levels. A training loop knows only `GradientEstimator(init, update)`, from `streamgrad.contract`. Under it, the
-forward-mode estimators are an `Influence(init, advance, contract)`: a representation of dh_t/dθ that one step of the
-network advances and that the gradient of a loss contracts. `streamgrad.online` turns the second into the first.
-
-All of it is written for one stream; `streamgrad.batched` adds the batch axis from outside.
-"""
+"""The model: a cell and a head, run and read out; and the precision that its numbers are worked in."""
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +17,7 @@ from streamgrad.contract import EstimatorState as EstimatorState
 from streamgrad.contract import GradientEstimator as GradientEstimator
 from streamgrad.contract import Info as Info
 from streamgrad.contract import Params as Params
+from streamgrad.contract import Trace as Trace
 from streamgrad.contract import fold_weight as fold_weight
 from streamgrad.keys import check_key
 from streamgrad.parts import Cell as Cell
@@ -53,8 +47,7 @@ class Model:
     """A cell and a head.
 
     Args:
-      cell: from `streamgrad.cells`. The field `cell` is it as the estimators see it (`Cell.worked`), which for the
-        cells of this library is the same; `given` is what was given, whose parameters are `params.cell`.
+      cell: from `streamgrad.cells`.
       head: from `streamgrad.heads`.
 
     Example:
@@ -67,7 +60,8 @@ class Model:
 
     cell: Cell
     head: Head
-    given: Cell = dataclasses.field(init=False, repr=False, compare=False)
+    # Of a model that `worked` has made, the model that it was made of.
+    _given: "Model | None" = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.cell, Cell):
@@ -78,39 +72,42 @@ class Model:
         if not isinstance(self.head, Head):
             got = type(self.head).__name__
             raise ValueError(f"head must be a Head, such as streamgrad.heads.softmax(2) returns, not of type {got}.")
-        object.__setattr__(self, "given", self.cell)
-        if self.cell.worked is not None:
-            object.__setattr__(self, "cell", self.cell.worked.cell)
 
     def init(self, key: Array) -> Params:
         """Draw parameters, with fields `.cell` and `.head`."""
         check_key(key)
         cell_key, head_key = jax.random.split(key)
-        return Params(self.given.init_params(cell_key), self.head.init_params(head_key, self.width))
+        return Params(self.cell.init_params(cell_key), self.head.init_params(head_key, self.width))
 
     @functools.cached_property
-    def inner(self) -> "Model":
-        """The model as the estimators see it, with parameters to match: `enter(params)`."""
-        return Model(self.cell, self.head) if self.given.worked else self
+    def _worked(self) -> "Model":
+        """The model over matrices and real numbers, which estimators work on; the same where the cell is over these."""
+        if self.cell.worked is None:
+            return self
+        inner = Model(self.cell.worked.cell, self.head)
+        object.__setattr__(inner, "_given", self)
+        return inner
 
     def enter(self, params: Params) -> Params:
-        """The parameters of `inner`."""
-        return params if self.given.worked is None else params._replace(cell=self.given.worked.weights(params.cell))
+        """The parameters of `worked(model)`, which are matrices."""
+        return params if self.cell.worked is None else params._replace(cell=self.cell.worked.weights(params.cell))
 
     @property
     def width(self) -> int:
         """The size of the cell's output, which the head reads."""
-        return jax.eval_shape(lambda: self.cell.output(self.cell.init_state())).shape[0]
+        cell = self._worked.cell
+        return jax.eval_shape(lambda: cell.output(cell.init_state())).shape[0]
 
     def init_state(self, params: Params) -> PyTree:
         """The state at the beginning of an episode, in the dtype that its parameters are worked in."""
-        return in_dtype(self.cell.init_state(), work_dtype(params.cell))
+        return in_dtype(self._worked.cell.init_state(), work_dtype(params.cell))
 
     @functools.cached_property
     def numbers(self) -> Bool[np.ndarray, " S"]:
         """Which entries of the ravelled state are numbers; the others are digits of counters, masks and keys."""
-        worked, encoded = self.given.worked, jax.eval_shape(self.cell.init_state)
-        own = encoded if worked is None else jax.eval_shape(worked.state, encoded)
+        given = (self._given or self).cell
+        encoded = jax.eval_shape(self._worked.cell.init_state)
+        own = encoded if given.worked is None else jax.eval_shape(given.worked.state, encoded)
         leaves = zip(jax.tree.leaves(encoded), jax.tree.leaves(own), strict=True)
         return np.concatenate([np.full(leaf.size, jnp.issubdtype(was.dtype, jnp.inexact)) for leaf, was in leaves])
 
@@ -175,7 +172,7 @@ class Model:
           >>> model = sg.Model(sg.cells.gru(2, 4), sg.heads.softmax(3))
           >>> params, est = model.init(jax.random.key(0)), sg.rtrl(model)
           >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-          >>> grads, state, info = est.update(params, est.init(params), chunk, None)
+          >>> grads, state, info = est.update(params, est.init(params), chunk)
           >>> model.predict(params, info.outputs).shape
           (5, 3)
         """
@@ -200,7 +197,7 @@ class Model:
 
     @functools.cached_property
     def _state_shapes(self) -> list[tuple[int, ...]]:
-        return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(self.cell.init_state))]
+        return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(self._worked.cell.init_state))]
 
     def _have_streams(self, inputs: PyTree) -> bool:
         """Whether inputs have an axis more than time before those of one x."""
@@ -221,7 +218,9 @@ class Model:
             check_numbers("params.cell", params.cell)
             expected = jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
             check_like("params.cell", expected.cell, params.cell, "the model's own")
-            check_like("state", jax.eval_shape(self.cell.init_state), state, "the cell's own, model.init_state(params)")
+            check_like(
+                "state", jax.eval_shape(self._worked.cell.init_state), state, "the cell's own, model.init_state(params)"
+            )
             check_real("state", state)
             check_inputs(self.cell.example_input, inputs, reset)
 
@@ -232,14 +231,14 @@ class Model:
         """`run`, compiled once for each shape."""
 
         def run(params: Params, state: PyTree, inputs: PyTree, reset: Array | None) -> tuple[Array, PyTree]:
-            params = widened(self.enter(params))
+            params, cell = widened(self.enter(params)), self._worked.cell
             fresh = self.init_state(params)
 
             def step(state: PyTree, now: tuple) -> tuple[PyTree, Array]:
                 x, reset = now
                 state = restart(reset, fresh, state)
-                state = same_dtype(self.cell.step(params.cell, state, x), state)
-                return state, self.cell.output(state)
+                state = same_dtype(cell.step(params.cell, state, x), state)
+                return state, cell.output(state)
 
             state = in_dtype(state, real_dtype(params.cell))
             state, outputs = jax.lax.scan(step, state, (inputs, reset))
@@ -328,32 +327,30 @@ def _way_in(cell: Any) -> str:
     return ""
 
 
-class Influence(NamedTuple):
-    """A representation of dh_t/dθ, as exact or as noisy as it likes.
+def worked(model: Model) -> Model:
+    """The model as estimators work on it: over matrices and real numbers, whatever its cell is given as.
 
-    `step` below is a `streamgrad.step.cuts.Step`: the transition at this moment, with its derivatives as linear maps.
+    Args:
+      model: the user's.
 
-    Attributes:
-      cut: the cut at which the transition is linearised.
-      init: `init(params, state) -> memory`, for the cell's parameters and the state that an episode begins with.
-      advance: `advance(shared, memory, step, noise, dl_dstate) -> (memory, diagnostics)`, from t-1 to t.
-      contract: `contract(before, after, step, dl_dstate) -> contribution`, dL_t/dθ as this influence knows it, from
-        the memories before and after the step.
-      draw: `draw(shared, key, length, dtype) -> noise`, all of a chunk's noise at once, time leading.
-      shared: `shared(params) -> shared`, what all streams have in common.
-      total: None if contributions are gradients, which are added as they come. Else `total(contributions) -> grads`
-        sums what stands for them, such as the factors of outer products, over its leading axes, streams and time.
-      uses_loss: whether `advance` looks at `dl_dstate`; if so, the estimator cannot move on before the loss is known.
+    Returns:
+      The same model for the cells of this library; else one whose cell is `Cell.worked`.
     """
+    if isinstance(model, Cell):
+        raise ValueError("model must be a streamgrad.Model, not a Cell: make it one with Model(cell, head).")
+    if not isinstance(model, Model):
+        raise ValueError(f"model must be a streamgrad.Model(cell, head), not {kind_of(model)}.")
+    return model._worked
 
-    cut: Cut
-    init: Callable[[PyTree, PyTree], PyTree]
-    advance: Callable[..., tuple[PyTree, dict[str, Array]]]
-    contract: Callable[..., PyTree]
-    draw: Callable[..., PyTree] = lambda shared, key, length, dtype: None
-    shared: Callable[[PyTree], PyTree] = lambda params: ()
-    total: Callable[[PyTree], PyTree] | None = None
-    uses_loss: bool = False
+
+def given(model: Model) -> Model:
+    """The user's model, of which `worked` has made this one."""
+    return model._given or model
+
+
+def transition(model: Model, params: Params, state: PyTree, x: PyTree) -> PyTree:
+    """h_t = F(h_{t-1}, x_t; θ) in the dtype of the state."""
+    return same_dtype(model.cell.step(params.cell, state, x), state)
 
 
 def real_dtype(tree: PyTree) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import PyTree
-from streamgrad.base import CUT_NAMES, Cell, Chunk, Cut, EstimatorState, GradientEstimator, Model, Params
+from streamgrad.base import CUT_NAMES, Cell, Chunk, Cut, EstimatorState, GradientEstimator, Model, Params, worked
 from streamgrad.keys import check_key as check_key
 from streamgrad.trees import (
     check_inputs,
@@ -99,21 +99,12 @@ def check_arguments(name: str, function: Any, *arguments: str) -> None:
         raise ValueError(f"{name} must be a function that is called as {name}({', '.join(arguments)}).")
 
 
-def check_model(model: Any) -> None:
-    """`model` is a `Model`."""
-    if isinstance(model, Cell):
-        raise ValueError("model must be a streamgrad.Model, not a Cell: make it one with Model(cell, head).")
-    if not isinstance(model, Model):
-        raise ValueError(f"model must be a streamgrad.Model(cell, head), not {kind_of(model)}.")
-
-
 def check_own_matrices(model: Any) -> None:
     """`model` is a `Model` whose cell is worked on as it was given, so that its parameters are those of the theory."""
-    check_model(model)
-    if model.inner is not model:
+    if worked(model) is not model:
         raise ValueError(
-            "the theory is over the matrices that this cell's parameters make: pass model.inner for the model, and "
-            "model.enter(params) for its parameters."
+            "the theory is over the matrices that this cell's parameters make: pass streamgrad.worked(model) for the "
+            "model, and model.enter(params) for its parameters."
         )
 
 
@@ -197,7 +188,6 @@ def check_own_state(expected: EstimatorState, state: EstimatorState) -> None:
 
 def find_cut(model: Model, name: Any) -> Cut:
     """The cut of that name; it must exist, and the model's cell must have it."""
-    check_model(model)
     check_choice("cut", name, CUT_NAMES)
     if name not in model.cell.cuts:
         has = ", ".join(repr(cut) for cut in CUT_NAMES if cut in model.cell.cuts)

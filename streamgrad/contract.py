@@ -64,20 +64,34 @@ class EstimatorState(NamedTuple):
       cell: h_t, the whole recurrent state (for an LSTM: h and c).
       memory: what the estimator remembers of the stream's past, such as UORO's tangent and cotangent.
       shared: what all streams of a batch have in common, such as Q_0 and α. Without a batch axis under `batched`.
-      trace: what `credit` needs of the chunk that `advance` went over; else None. Nothing else looks at it.
     """
 
     cell: PyTree
     memory: PyTree
     shared: PyTree
-    trace: PyTree = None
 
 
-def _no_advance(params: Params, state: EstimatorState, inputs: PyTree, key: Any, reset: Any = None) -> Any:
+class Trace(NamedTuple):
+    """A chunk that `advance` went over, for `credit` to go over again.
+
+    Attributes:
+      before: the state that it began with.
+      inputs: as in `Chunk`.
+      reset: likewise.
+      key: as in `update`.
+    """
+
+    before: EstimatorState
+    inputs: PyTree
+    reset: Array | None
+    key: Any
+
+
+def _no_advance(params: Params, state: EstimatorState, inputs: PyTree, key: Any = None, reset: Any = None) -> Any:
     raise ValueError("this estimator has no advance: it was made of init and update alone.")
 
 
-def _no_credit(params: Params, state: EstimatorState, dl_doutput: Array) -> Any:
+def _no_credit(params: Params, trace: Trace, dl_doutput: Array) -> Any:
     raise ValueError("this estimator has no credit: it was made of init and update alone.")
 
 
@@ -99,7 +113,7 @@ HELP = {
       params: the parameters.
       state: from `init`, or from the update before.
       chunk: `Chunk(inputs, targets, reset, weight)`, `[T, ...]`, or `[B, T, ...]` for the B streams of a batch.
-      key: of the noise; None for estimators that have none.
+      key: of the noise; estimators that have none need none.
 
     Returns:
       `(grads, state, info)`. `grads` is like `params`: the gradient of the loss, summed over time; of a batch, the mean
@@ -112,36 +126,24 @@ HELP = {
       params: the parameters.
       state: from `init`, or from the chunk before.
       inputs: `[T, ...]`, or `[B, T, ...]` for the B streams of a batch.
-      key: of the noise; None for estimators that have none.
+      key: of the noise; estimators that have none need none.
       reset: where episodes begin, or None.
 
     Returns:
-      `(output, state)`: the cell's output at every step, and the state, with a trace of the chunk for `credit`.
+      `(output, state, trace)`: the cell's output at every step, the state for the next chunk, and a trace of this one
+      for `credit`.
     """,
     "credit": """The second half of `update`: the gradient of the cell's parameters for any gradient at the output.
 
     Args:
       params: the parameters that `advance` was given.
-      state: that `advance` returned.
+      trace: that `advance` returned.
       dl_doutput: dL/dy_t, of the output's shape.
 
     Returns:
-      A gradient like `params.cell`; of a batch, the mean over streams, or with `per_stream=True` each stream's own. The
-      state stays as it is.
+      A gradient like `params.cell`; of a batch, the mean over streams, or with `per_stream=True` each stream's own.
     """,
 }
-
-
-def label_of(name: str, **options: Any) -> str:
-    """How an estimator is written, in a line, for its `label`; options that are None are left out.
-
-    Example:
-      >>> label_of("ok", rank=8, noise=None)
-      'ok(rank=8)'
-    """
-    shown = {option: value for option, value in options.items() if value is not None}
-    words = {option: f"array{list(v.shape)}" if hasattr(v, "shape") else repr(v) for option, v in shown.items()}
-    return f"{name}({', '.join(f'{option}={word}' for option, word in words.items())})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -150,19 +152,18 @@ class GradientEstimator:
 
     `advance` and `credit` are the two halves of `update`, for those who act on the output before they know the loss:
 
-        output, state = advance(params, state, inputs, key)
-        grads = credit(params, state, dl_doutput)    # Σ_t (dL_t/dy_t) (dy_t/dθ), y_t the cell's output
+        output, state, trace = advance(params, state, inputs, key)
+        grads = credit(params, trace, dl_doutput)    # Σ_t (dL_t/dy_t) (dy_t/dθ), y_t the cell's output
 
     Attributes:
       init: `init(params) -> state`, the state at the beginning of a stream.
-      update: `update(params, state, chunk, key) -> (grads, state, info)`. `grads` is like `params`: the gradient of
-        the chunk's loss, summed over time. `key` is always passed, and ignored by those that need none.
-      advance: `advance(params, state, inputs, key, reset=None) -> (output, state)`. The network and what the estimator
-        remembers move on over the inputs of a chunk, as in `update`; `output` is y_t, `[T, width]`. The state has a
-        trace of the chunk; in the carry of a loop, which keeps its structure, put `state._replace(trace=None)`.
-      credit: `credit(params, state, dl_doutput) -> grads`, like `params.cell`, for any gradient `[T, width]` at the
-        output of the chunk that the state has a trace of. Now or later, as often as you like: the state stays as it is.
-        It goes over the chunk once more, with the parameters it is given; pass those of `advance`.
+      update: `update(params, state, chunk, key=None) -> (grads, state, info)`. `grads` is like `params`: the gradient of
+        the chunk's loss, summed over time. A key may always be passed; estimators without noise ignore it.
+      advance: `advance(params, state, inputs, key=None, reset=None) -> (output, state, trace)`. The network and what the
+        estimator remembers move on over the inputs of a chunk, as in `update`; `output` is y_t, `[T, width]`.
+      credit: `credit(params, trace, dl_doutput) -> grads`, like `params.cell`, for any gradient `[T, width]` at the
+        output of the chunk that the trace is of. Now or later, as often as you like. It goes over the chunk once more,
+        with the parameters it is given; pass those of `advance`.
       label: how it was made, in a line; `repr` shows it.
 
     Example:
@@ -173,11 +174,11 @@ class GradientEstimator:
       >>> params, est = model.init(jax.random.key(0)), sg.rtrl(model)
       >>> def step(carry, x):
       ...     state, eligibility = carry
-      ...     output, state = est.advance(params, state, x[None], None)
+      ...     output, state, trace = est.advance(params, state, x[None])
       ...     dv_doutput = jax.grad(lambda y: model.head.predict(params.head, y)[0])(output[0])
-      ...     grads = est.credit(params, state, dv_doutput[None])
+      ...     grads = est.credit(params, trace, dv_doutput[None])
       ...     eligibility = jax.tree.map(lambda e, g: 0.9 * e + g, eligibility, grads)
-      ...     return (state._replace(trace=None), eligibility), output[0]
+      ...     return (state, eligibility), output[0]
       >>> zero = jax.tree.map(jnp.zeros_like, params.cell)
       >>> (state, eligibility), outputs = jax.lax.scan(step, (est.init(params), zero), jnp.ones((5, 2)))
       >>> outputs.shape, eligibility["gates"].shape
@@ -185,8 +186,8 @@ class GradientEstimator:
     """
 
     init: Callable[[Params], EstimatorState]
-    update: Callable[[Params, EstimatorState, Chunk, Any], tuple[Params, EstimatorState, Info]]
-    advance: Callable[..., tuple[Array, EstimatorState]] = _no_advance
+    update: Callable[..., tuple[Params, EstimatorState, Info]]
+    advance: Callable[..., tuple[Array, EstimatorState, Trace]] = _no_advance
     credit: Callable[..., PyTree] = _no_credit
     label: str = dataclasses.field(default=UNNAMED, kw_only=True)
 

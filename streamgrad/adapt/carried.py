@@ -1,10 +1,11 @@
 """Q_0 and α carried over from past windows, for any noisy estimator. The statistics are in `learner`.
 
 A flag in the shared state says for each chunk whether what is carried over is used. Where that is Q_0 alone, Q_0 is the
-identity until then. Where it is α as well, there are two algorithms of the same parts, the other one with GIR, and only
+identity until then. Where it is α as well, there are two methods of the same parts, the other one with GIR, and only
 the chosen one is computed: once the statistics are used, GIR's norms cost nothing.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ from streamgrad.adapt.averages import CarriedShared
 from streamgrad.adapt.learner import Carry, Learner
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
 from streamgrad.checks import check_choice, check_decay, check_estimator, check_size
-from streamgrad.engine.estimator import Algorithm, Engine, Noisy, Outcome, estimator
+from streamgrad.engine.collectives import Devices
+from streamgrad.engine.estimator import Engine, estimator
+from streamgrad.engine.method import Method, Noisy, Outcome
 from streamgrad.noise.rescale import Rescaling, Scales, Terms, find_rescaling, given
 from streamgrad.noise.settings import NoiseSettings
 from streamgrad.noise.shaping import Shaping
@@ -82,30 +85,31 @@ def carried(
     alpha = alpha or ("gir" if episode is None else "optimal")
     carry = Carry(episode, window, decay, damping, refresh, streams, least, q0, alpha, statistics)
     _check(carry, noisy)
-    assert isinstance(est, Engine)
     rescaling = given(np.ones(episode or 1)) if alpha == "optimal" else find_rescaling(alpha)
     usual = noisy.rescaled(rescaling)
     otherwise = noisy.rescaled(until_ready(rescaling)) if alpha == "optimal" else None
-    learner = Learner(est.model.inner, noisy.groups, carry)
+    learner = Learner(usual.model, noisy.groups, carry)
 
     def init(params: Params) -> EstimatorState:
         return usual.init(params)._replace(shared=learner.init(params))
 
+    def draw(shared: CarriedShared, key: Any, length: int, dtype: Any) -> PyTree:
+        return usual.draw(NoiseSettings(_shaping_in_use(shared), shared.alpha), key, length, dtype)
+
     run = switched(usual, otherwise)
-    learn, uses_loss = learner.learn, usual.uses_loss
-    algorithm = Algorithm(init, run, usual.total, usual.check, learn, uses_loss=uses_loss)
+    method = dataclasses.replace(usual, init=init, run=run, draw=draw, learn=learner.learn)
     label = f"carried({est!r}, {'window' if episode is None else 'episode'}={episode or window})"
-    return estimator(est.model, algorithm, label=label)
+    return dataclasses.replace(estimator(method), label=label)
 
 
 def _noisy(est: GradientEstimator) -> Noisy:
     check_estimator(est)
-    if not isinstance(est, Engine) or est.noisy is None:
+    if not isinstance(est, Engine) or est.method.noisy is None:
         raise ValueError(
             "carried needs uoro at the preactivations or preuoro, for one stream, with q0 and rescale left as they "
             f"are, since it chooses Q_0 and alpha by itself, not {est!r}: batched and monitored go around it."
         )
-    return est.noisy
+    return est.method.noisy
 
 
 def _check(carry: Carry, noisy: Noisy) -> None:
@@ -144,31 +148,31 @@ def until_ready(rescaling: Rescaling) -> Rescaling:
     return rescaling._replace(name="gir", coefficients=coefficients, uses_norms=True)
 
 
-def switched(usual: Algorithm, otherwise: Algorithm | None) -> Callable[..., Outcome]:
-    """Run one of two algorithms, by the flag in the shared state.
+def switched(usual: Method, otherwise: Method | None) -> Callable[..., Outcome]:
+    """`run` of one of two methods, by the flag in the shared state, which it passes through.
 
     Args:
       usual: with Q_0 and α.
       otherwise: with the identity and GIR; None where α is not carried over, and only Q_0 differs.
 
     Returns:
-      `run` of an algorithm that passes the shared state through.
+      `run`.
     """
 
-    def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
+    def run(params: Params, state: EstimatorState, chunk: Chunk, noise: PyTree, devices: Devices) -> Outcome:
         shared: CarriedShared = state.shared
 
-        def branch(algorithm: Algorithm, shaping: Shaping | None) -> Callable[[EstimatorState], Outcome]:
+        def branch(method: Method, shaping: Shaping | None) -> Callable[[EstimatorState], Outcome]:
             def run(state: EstimatorState) -> Outcome:
-                outcome = algorithm.run(params, state._replace(shared=NoiseSettings(shaping, shared.alpha)), chunk, key)
+                inner = state._replace(shared=NoiseSettings(shaping, shared.alpha))
+                outcome = method.run(params, inner, chunk, noise, devices)
                 return outcome._replace(state=outcome.state._replace(shared=None))
 
             return run
 
         inner = state._replace(shared=None)
         if otherwise is None:
-            shaping = jax.tree.map(lambda q: jnp.where(shared.ready, q, identity_like(q)), shared.shaping)
-            outcome = branch(usual, shaping)(inner)
+            outcome = branch(usual, _shaping_in_use(shared))(inner)
         else:
             outcome = jax.lax.cond(shared.ready, branch(usual, shared.shaping), branch(otherwise, None), inner)
         loss, diagnostics = outcome.info.loss, outcome.info.diagnostics
@@ -177,6 +181,11 @@ def switched(usual: Algorithm, otherwise: Algorithm | None) -> Callable[..., Out
         return outcome._replace(state=outcome.state._replace(shared=shared), info=info)
 
     return run
+
+
+def _shaping_in_use(shared: CarriedShared) -> Shaping | None:
+    """Q_0, which is the identity until it is carried over."""
+    return jax.tree.map(lambda q: jnp.where(shared.ready, q, identity_like(q)), shared.shaping)
 
 
 def identity_like(q0: Array) -> Array:

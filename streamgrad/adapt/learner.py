@@ -18,7 +18,7 @@ from streamgrad.adapt.averages import Averages, CarriedShared, Gathered, solve
 from streamgrad.adapt.window import Back, Window, estimate_b, estimate_c, go_back
 from streamgrad.base import Chunk, EstimatorState, Model, Params, real_dtype
 from streamgrad.engine.collectives import Devices, PerDevice
-from streamgrad.engine.estimator import Outcome
+from streamgrad.engine.method import Outcome
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import total_log_alpha
 from streamgrad.noise.shaping import Shaping
@@ -184,7 +184,7 @@ class Learner:
     def learn(
         self, params: Params, before: EstimatorState, outcome: Outcome, chunk: Chunk, devices: Devices
     ) -> CarriedShared:
-        """The statistics after a chunk of all streams; as in `streamgrad.engine.estimator.Algorithm`.
+        """The statistics after a chunk of all streams; as in `streamgrad.Method`.
 
         On several devices each watches as many of its own streams, and no stream travels.
         """

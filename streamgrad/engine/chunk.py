@@ -1,274 +1,353 @@
-"""Backpropagation inside the chunk, an influence across chunks: from the latter to an estimator.
+"""One pass through a chunk of all streams: forward with tangents, the losses, and back with several cotangents at once.
 
-    dL_chunk/dθ = backpropagation inside the chunk + (dL_chunk/dh_0) M_0
-    M_K         = Φ M_0 + Σ_s G_s J_s,    Φ = dh_K/dh_0,    G_s = dh_K/dz_s
-
-Only what lies before the chunk needs an influence. Methods differ in how M is represented: that is an `Across`. What it
-needs of a chunk are products of some vectors with Φ and with Σ_s G_s J_s from the left, which the reverse pass of the
-losses takes along, and of some vectors with Φ from the right, which the forward pass takes along. A reset inside the
-chunk cuts both.
-
-It is written for all streams at once, because the influence may be that of the first few streams alone.
+Arrays of a pass have time first, K steps, and then streams, B of them. The influence of the past may be that of the
+first b streams alone (`watched` of `streamgrad.batched`), so that some streams send one cotangent back and others many.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
-from streamgrad.base import Chunk, EstimatorState, Info, Model, Params, real_dtype
-from streamgrad.engine.chunk_passes import backward, forward, read_out
-from streamgrad.engine.collectives import ALONE, Columns, Devices, Spread
-from streamgrad.engine.estimator import Algorithm, Outcome, as_stream
-from streamgrad.step.step_vjp import linear
-from streamgrad.trees import all_finite, cleared
+from streamgrad.base import Chunk, Model, Params
+from streamgrad.engine.unroll import unroll
+from streamgrad.step.step_vjp import Linear, linear
+from streamgrad.step.weights import Outer, add_pulled, sum_outer, zero_each
+from streamgrad.trees import cleared, restart
 
 
-class Crossing(NamedTuple):
-    """What a chunk does to what lies before it, for b streams.
+class Forward(NamedTuple):
+    """A chunk after the forward pass and its losses.
 
     Attributes:
-      back: v Φ for each vector v that was asked for, `[b, R, S]`; or what `Across.advance` makes of it.
-      pulled: v Σ_s G_s J_s for each of them, leaves `[b, R, *shape]`. At preactivations it may come in factors,
-        `left[K, b, R, rows]` and `right[K, b, A]` of each weight matrix, time first as the reverse pass writes them.
-        A walk of its own may give what its `Across.advance` makes of both.
+      maps: the linear maps of the steps.
+      residuals: the numbers that these maps need, of every step.
+      features: a_t of each weight matrix, leaves `[K, B, A]`; None where the cell has no preactivations.
+      states: h_t, ravelled.
+      end: h_K, ravelled.
       tangents: Φ h̃ for each tangent that was sent along, or None.
-      reset: whether an episode has begun inside the chunk, or None where none can have; then Φ is zero. Clear what
-        Φ is multiplied with, or the product (`streamgrad.trees.cleared`): it may have gone to NaN.
-    """
-
-    back: PyTree
-    pulled: PyTree
-    tangents: Float[Array, "b r S"] | None
-    reset: Bool[Array, " b"] | None
-
-
-class Across(NamedTuple):
-    """An influence across chunks, as exact or as noisy as it likes.
-
-    `init`, `asks`, `tangents` and `draw` are written for one stream; `advance` and `older` for the b that are watched.
-
-    Attributes:
-      init: `init(params, state) -> memory`, for the cell's parameters and the state that an episode begins with.
-      asks: `asks(memory, noise) -> [R, S]`, the vectors that the reverse pass takes along from the chunk's end.
-      advance: `advance(shared, memory, noise, crossing) -> (memory, diagnostics)`, from chunk to chunk.
-      older: `older(memory, dl_dstart[b, S]) -> grads`, the mean of (dL_chunk/dh_0) M_0 over b streams. None for a
-        method that gives no credit to what lies before the chunk.
-      tangents: `tangents(memory) -> [r, S]`, what the forward pass takes along; None for nothing.
-      draw: `draw(key, length, dtype) -> noise`, for a chunk of so many steps.
-      shared: `shared(params) -> shared`, what all streams have in common.
-      block: `block(params, length)`: after how many steps of a chunk of `length` the reverse pass multiplies factors
-        out and adds them up, which bounds memory; `length` for never. None for never, whatever the length.
-      pick: as in `streamgrad.engine.chunk_passes.backward`; by default all there is. Only for cells with preactivations.
-      weigh: `weigh(shared, memory, dl_dstart, older, devices) -> (older, shared)`, where the older credit is not taken
-        as it is, and what streams share afterwards.
-      spread: `spread(columns) -> Across`, the same influence where each device keeps some columns of θ; its `init`
-        makes what all of them keep, in shapes that can be cut evenly. None where it cannot be spread.
-      axes: as in `Spread`.
-      own: of the features of steps, those whose columns of θ are this device's.
-    """
-
-    init: Callable[[PyTree, PyTree], PyTree]
-    asks: Callable[[PyTree, PyTree], Float[Array, "R S"]]
-    advance: Callable[[PyTree, PyTree, PyTree, Crossing], tuple[PyTree, dict[str, Array]]]
-    older: Callable[[PyTree, Float[Array, "b S"]], PyTree] | None
-    tangents: Callable[[PyTree], Float[Array, "r S"]] | None = None
-    draw: Callable[[Any, int, Any], PyTree] = lambda key, length, dtype: None
-    shared: Callable[[PyTree], PyTree] = lambda params: ()
-    block: Callable[[PyTree, int], int] | None = None
-    pick: Callable[[PyTree], PyTree] = lambda asked: asked
-    weigh: Callable[[PyTree, PyTree, PyTree, PyTree, Devices], tuple[PyTree, PyTree]] | None = None
-    spread: Callable[[Columns], "Across"] | None = None
-    axes: Callable[[PyTree], PyTree] = lambda memory: last_axis(memory)
-    own: Callable[[PyTree], PyTree] = lambda features: features
-
-
-class Walk(NamedTuple):
-    """What a stretch of all streams came to; time leading, then streams.
-
-    Attributes:
-      end: h_K, ravelled, `[B, S]`.
-      states: h_t, ravelled, `[K, B, S]`.
-      losses: L_t, `[K, B]`.
+      losses: L_t.
       head: the head's gradient, summed over streams and time.
-      inside: the cell's gradient by backpropagation inside the stretch, summed likewise.
-      dl_dstart: dL/dh_0, `[B, S]`; or what `Across.older` makes of it, with streams leading.
-      crossing: of the streams that are watched.
+      dl_dstate: dL_t/dh_t.
+      reset: where episodes begin, or None.
     """
 
-    end: Float[Array, "B S"]
+    maps: Linear
+    residuals: PyTree
+    features: PyTree
     states: Float[Array, "K B S"]
+    end: Float[Array, "B S"]
+    tangents: Float[Array, "b r S"] | None
     losses: Float[Array, "K B"]
     head: PyTree
+    dl_dstate: Float[Array, "K B S"]
+    reset: Bool[Array, "K B"] | None
+
+    def begun(self, watched: int) -> Bool[Array, " b"] | None:
+        """Whether an episode has begun inside the chunk, of the first streams: then Φ is zero.
+
+        Clear the factor or the product of Φ there (`streamgrad.trees.cleared`): it may have gone to NaN.
+        """
+        return None if self.reset is None else jnp.any(self.reset[:, :watched], axis=0)
+
+
+class Back(NamedTuple):
+    """A chunk after the reverse pass.
+
+    Attributes:
+      inside: the cell's gradient by backpropagation inside the chunk, summed over streams and time.
+      dl_dstart: dL_chunk/dh_0.
+      asked: v Φ for each vector v that was sent back from the chunk's end.
+      pulled: v Σ_s G_s J_s for each of them, leaves `[b, R, *shape]`; at preactivations in factors, `left[K, b, R, rows]`
+        and `right[K, b, A]` of each weight matrix, time first as the reverse pass writes them.
+    """
+
     inside: PyTree
-    dl_dstart: PyTree
-    crossing: Crossing
+    dl_dstart: Float[Array, "B S"]
+    asked: Float[Array, "b R S"] | None
+    pulled: PyTree
 
 
-def chunkwise(
-    model: Model,
-    across: Across,
-    check: Callable[[Chunk, int, Any], None] = lambda *_: None,
-    walk_through: "Callable[..., Walk] | None" = None,
-) -> Algorithm:
-    """An estimator that backpropagates inside chunks and has an influence across them.
-
-    Args:
-      model: the model whose gradients are estimated.
-      across: how the influence is represented.
-      check: as in `Algorithm`.
-      walk_through: how it goes through a chunk; by default with all derivatives of the steps, as `walk` does.
-
-    Returns:
-      The algorithm. Its `batch` watches as many streams as `state.memory` has.
-    """
-
-    def init(params: Params, across: Across = across) -> EstimatorState:
-        state = model.init_state(params)
-        return EstimatorState(state, across.init(params.cell, state), across.shared(params.cell))
-
-    def on(columns: Columns | None) -> Across:
-        return across if columns is None or across.spread is None else across.spread(columns)
-
-    def spread(columns: Columns) -> Spread:
-        return Spread(functools.partial(init, across=on(columns)), across.axes)
-
-    def batch(params: Params, state: EstimatorState, chunk: Chunk, keys: Any, devices: Devices) -> Outcome:
-        """All streams; what was summed over them keeps a leading axis of one."""
-        streams = jax.tree.leaves(state.cell)[0].shape[0]
-        watched = leading(state.memory, streams)
-        dtype = real_dtype(params.cell)
-        own_keys = jax.tree.map(lambda leaf: leaf[:watched], keys)
-        length = jax.tree.leaves(chunk.inputs)[0].shape[1]
-        noise = jax.vmap(lambda key: across.draw(key, length, dtype), axis_size=watched)(own_keys)
-        unravel = ravel_pytree(model.init_state(params))[1]
-        start = jax.vmap(lambda cell: ravel_pytree(cell)[0])(state.cell)
-        by_time = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), chunk)
-
-        block = across.block(params.cell, length) if across.block else length
-        here = on(devices.columns)
-        found = (walk_through or walk)(model, params, here, start, state.memory, noise, by_time, block)
-        cell, shared = found.inside, state.shared
-        if here.older is not None:
-            few = jax.tree.map(lambda leaf: leaf[:watched], found.dl_dstart)
-            begins = None if by_time.reset is None else by_time.reset[0, :watched]
-            older = _older(here.older, state.memory, few, begins)
-            older = whole_columns(devices, older, params.cell)
-            if across.weigh is not None:
-                older, shared = across.weigh(shared, state.memory, few, older, devices)
-            # The mean over the watched streams stands for all: streams are exchangeable.
-            cell = jax.tree.map(lambda inside, older: inside + streams * older, cell, older)
-        # Once the older credit is read, the memory may be written over; else the compiler keeps a copy of all of it.
-        cell, before = jax.lax.optimization_barrier((cell, state.memory))
-        memory, diagnostics = here.advance(shared, before, noise, found.crossing)
-        outputs = jax.vmap(jax.vmap(lambda vector: model.cell.output(unravel(vector))), in_axes=1)(found.states)
-        return Outcome(
-            as_stream(Params(cell, found.head)),
-            EstimatorState(jax.vmap(unravel)(found.end), memory, shared),
-            Info(found.losses.T, diagnostics),
-            outputs=outputs,
-        )
-
-    def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
-        stream = as_stream(state._replace(shared=None))._replace(shared=state.shared)
-        many = batch(params, stream, as_stream(chunk), as_stream(key), ALONE)
-        shared, many = many.state.shared, many._replace(state=many.state._replace(shared=None))
-        one = jax.tree.map(lambda leaf: leaf[0], many)
-        return one._replace(state=one.state._replace(shared=shared))
-
-    return Algorithm(init, run, check=check, batch=batch, columns=spread if across.spread else None)
-
-
-def _older(
-    older: Callable[[PyTree, PyTree], PyTree], memory: PyTree, dl_dstart: PyTree, begins: Bool[Array, " b"] | None
-) -> PyTree:
-    """The older credit, of which streams whose episode begins with the chunk have none, whatever became of them.
-
-    dL_chunk/dh_0 is zero for them, which is enough where their influence is finite. It costs a pass over the influence
-    to clear it, which is made only where credit is not finite. Under a caller's `vmap` it is always made.
-    """
-    credit = older(memory, dl_dstart)
-    if begins is None:
-        return credit
-    gone = jnp.any(begins) & ~all_finite(credit)
-    return jax.lax.cond(gone, lambda: older(cleared(begins, memory), dl_dstart), lambda: credit)
-
-
-def by_features(across: Across) -> Callable[[Columns], Across]:
-    """`Across.spread` of an influence whose arrays have the features of the weights as their last axis.
-
-    A bias, which has but one feature, is kept by every device.
-    """
-
-    def cut(by: Callable[[Array, int], Array]) -> Callable[[PyTree], PyTree]:
-        return functools.partial(jax.tree.map, lambda a: by(a, a.ndim - 1) if a.shape[-1] > 1 else a)
-
-    def spread(columns: Columns) -> Across:
-        filled = cut(columns.filled)
-        return across._replace(init=lambda params, state: filled(across.init(params, state)), own=cut(columns.own))
-
-    return spread
-
-
-def whole_columns(devices: Devices, older: PyTree, params: PyTree) -> PyTree:
-    """A gradient like the parameters of the columns that this device has, for `Devices.mean_gradient`."""
-    columns = devices.columns
-    if columns is None:
-        return older
-
-    def whole(part: Array, w: Array) -> Array:
-        cut = [axis for axis in range(w.ndim) if part.shape[axis] != w.shape[axis]]
-        return columns.among_zeros(part, cut[0], w.shape[cut[0]]) if cut else part
-
-    return jax.tree.map(whole, older, params)
-
-
-def last_axis(memory: PyTree) -> PyTree:
-    """`Across.axes` of an influence whose arrays have the features of the weights as their last axis."""
-    return jax.tree.map(lambda leaf: leaf.ndim - 1 if leaf.shape[-1] > 1 else -1, memory)
-
-
-def leading(tree: PyTree, otherwise: int) -> int:
-    """The length of the leading axis of a tree; `otherwise` where it has no arrays."""
-    leaves = jax.tree.leaves(tree)
-    return leaves[0].shape[0] if leaves else otherwise
-
-
-def walk(
+def go_forward(
     model: Model,
     params: Params,
-    across: Across,
-    start: Float[Array, "B S"],
-    memory: PyTree,
-    noise: PyTree,
+    start: PyTree,
     chunk: Chunk,
-    block: int,
-) -> Walk:
-    """Forward through a stretch with the tangents, and back with the losses' cotangent and those asked for."""
+    tangents: Float[Array, "b r S"] | None = None,
+    maps: Linear | None = None,
+) -> Forward:
+    """Through the steps of a chunk, and to its losses.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      start: h_0, of all streams.
+      chunk: its inputs, targets and resets, `[B, K, ...]`.
+      tangents: h̃, of the first b streams, to take along.
+      maps: the linear maps of the steps, if not those of the whole transition.
+
+    Returns:
+      The pass so far.
+    """
     fresh, unravel = ravel_pytree(model.init_state(params))
-    maps = linear(model.cell, params.cell, unravel(fresh), jax.tree.map(lambda leaf: leaf[0, 0], chunk.inputs))
-    tangents = None if across.tangents is None else jax.vmap(across.tangents)(memory)
-    end, moved, states, kept, features = forward(maps, fresh, start, tangents, chunk)
-    losses, head, dl_dstate = read_out(model, params, unravel, states, chunk)
-    asks = jax.vmap(across.asks)(memory, noise)
-    cotangents, pulled, inside = backward(
-        maps, kept, features, params.cell, dl_dstate, asks, chunk.reset, block, across.pick, across.own
+    inputs, targets, reset = jax.tree.map(
+        lambda leaf: jnp.swapaxes(leaf, 0, 1), (chunk.inputs, chunk.targets, chunk.reset)
     )
-    return Walk(
-        end,
-        states,
-        losses,
-        head,
-        inside,
-        cotangents[0],
-        Crossing(cotangents[1], pulled, moved, begun(chunk, len(asks))),
-    )
+    if maps is None:
+        maps = step_maps(model, params, chunk)
+
+    def one(state: Array, x: PyTree, reset: Array | None) -> tuple[Array, tuple]:
+        state = restart(reset, fresh, state)
+        new, residuals, features = maps.take(state, x)
+        return new, (new, residuals, features)
+
+    def along(state: Array, tangents: Array, x: PyTree, reset: Array | None) -> Array:
+        state = restart(reset, fresh, state)
+        moved = jax.vmap(lambda tangent: maps.push(state, x, tangent))(tangents)
+        return restart(reset, jnp.zeros_like(moved), moved)
+
+    def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
+        states, tangents = carry
+        new, result = jax.vmap(one)(states, *now)
+        if tangents is not None:
+            watched = jax.tree.map(lambda leaf: leaf[: len(tangents)], (states, *now))
+            tangents = jax.vmap(along)(watched[0], tangents, *watched[1:])
+        return (new, tangents), result
+
+    vectors = jax.vmap(lambda cell: ravel_pytree(cell)[0])(start)
+    (end, tangents), found = jax.lax.scan(step, (vectors, tangents), (inputs, reset), unroll=unroll())
+    states, residuals, features = found
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), (states, targets))
+    losses, head, dl_dstate = model.read_out_chunk(params.head, jax.vmap(unravel)(flat[0]), flat[1])
+    losses, dl_dstate = losses.reshape(states.shape[:2]), dl_dstate.reshape(states.shape)
+    return Forward(maps, residuals, features, states, end, tangents, losses, head, dl_dstate, reset)
 
 
-def begun(chunk: Chunk, watched: int) -> Bool[Array, " b"] | None:
-    """`Crossing.reset` of a chunk, time leading."""
-    return None if chunk.reset is None else jnp.any(chunk.reset[:, :watched], axis=0)
+def step_maps(model: Model, params: Params, chunk: Chunk, columns: list | None = None) -> Linear:
+    """The linear maps of the steps of a chunk; `columns` as in `streamgrad.step.step_vjp.linear`."""
+    x = jax.tree.map(lambda leaf: leaf[0, 0], chunk.inputs)
+    return linear(model.cell, params.cell, model.init_state(params), x, columns)
+
+
+def go_back(
+    forward: Forward,
+    params: PyTree,
+    asks: Float[Array, "b R S"] | None = None,
+    *,
+    signal: Float[Array, "K B S"] | None = None,
+    future: Float[Array, "B S"] | None = None,
+    factors: Float[Array, "K B"] | None = None,
+    steps_at_once: int | None = None,
+    pick: Callable[[PyTree], PyTree] = lambda left: left,
+    own: Callable[[PyTree], PyTree] = lambda features: features,
+) -> Back:
+    """One reverse pass: the losses' cotangent of all streams, and the vectors asked for of the first b.
+
+        e_t = dL_t/dh_t + f_{t+1} e_{t+1} (dh_{t+1}/dh_t),    e_K = dL_K/dh_K + future
+
+    Args:
+      forward: the pass so far.
+      params: the cell's parameters.
+      asks: the vectors v that are sent back from the chunk's end; None for none.
+      signal: in place of dL_t/dh_t.
+      future: the cotangent that enters the chunk from beyond its end.
+      factors: f_t, of the flow that leaves step t backwards; 0 where there is a reset. None for 1 elsewhere.
+      steps_at_once: after how many steps the factors of `pulled` are multiplied out and added up, which bounds memory;
+        None for never.
+      pick: `pick(left[K, b, R, rows]) -> left[K, b, p, rows]`, for each weight matrix: of the products with the vectors
+        asked for, those that are wanted.
+      own: of the features `[K, b, A]` of each weight matrix, those that the vectors asked for are multiplied with.
+
+    Returns:
+      The rest of the pass.
+    """
+    dl_dstate, features = forward.dl_dstate if signal is None else signal, forward.features
+    length, streams = dl_dstate.shape[:2]
+    watched, count = (0, 0) if asks is None else asks.shape[:2]
+    at_the_end = jnp.zeros_like(dl_dstate[0]) if future is None else future
+    begin = (at_the_end[:, None], asks)
+    over = None if forward.reset is None or asks is None else episode_over(forward.reset[:, :watched])
+    steps = (forward.residuals, dl_dstate, forward.reset if factors is None else None, over, factors)
+    together = asks is not None and watched == streams and asks.size <= BESIDE_LOSSES
+    one_step = _one_step(forward.maps, together)
+    if features is None:
+
+        def step(carry: tuple, now: tuple) -> tuple[tuple, None]:
+            cotangents, sums = carry
+            cotangents, here = one_step(cotangents, now)
+            return (cotangents, jax.tree.map(jnp.add, sums, here)), None
+
+        sums = (zero_each(params, streams, 1), None if asks is None else zero_each(params, watched, count))
+        (cotangents, sums), _ = jax.lax.scan(step, (begin, sums), steps, reverse=True, unroll=unroll())
+        inside = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=(0, 1)), sums[0])
+        return Back(inside, cotangents[0][:, 0], cotangents[1], sums[1])
+
+    thin = Thin(features)
+    # A feature that has gone to NaN is not undone by a cotangent of zero.
+    few = None if asks is None else cleared(over, jax.tree.map(lambda leaf: leaf[:, :watched], features))
+    here, nothing = thin.steps(one_step), thin.nothing(params, (streams, 1), None if asks is None else (watched, count))
+    steps, few = (steps, (thin.of(features), thin.of(few))), None if few is None else own(few)
+
+    def walk_back(carry: tuple, steps: tuple, few: PyTree) -> tuple[tuple, PyTree, Outer | None]:
+        carry, (left, asked) = jax.lax.scan(here, carry, steps, reverse=True, unroll=unroll())
+        if asked is None:
+            return carry, left, None
+        pulled = thin.with_sums(Outer(asked, few), carry[1][1])
+        return carry, left, pulled._replace(left=pick(pulled.left))
+
+    if steps_at_once is None or steps_at_once >= length:
+        (cotangents, sums), left, pulled = walk_back((begin, nothing), steps, few)
+    else:
+
+        def stretch(carry: tuple, part: tuple) -> tuple[tuple, PyTree]:
+            cotangents, sums, total = carry
+            (cotangents, here), left, pulled = walk_back((cotangents, nothing), *part)
+            return (cotangents, jax.tree.map(jnp.add, sums, here), add_pulled(total, pulled)), left
+
+        asked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((1, watched, count, w.shape[0]), w.dtype), params)
+        wanted = jax.tree.map(lambda leaf: leaf.shape[2], jax.eval_shape(pick, asked))
+        zero = jax.tree.map(
+            lambda w, n, a: jnp.zeros((watched, n, w.shape[0], a.shape[-1]), w.dtype), params, wanted, few
+        )
+        count = -(-length // steps_at_once)
+        carry, left = in_stretches(stretch, (begin, nothing, zero), (steps, few), -(-length // count), reverse=True)
+        cotangents, sums, pulled = carry
+    whole = thin.with_sums(Outer(left, features), sums[0])
+    left = jax.tree.map(lambda leaf: leaf[:, :, 0], whole.left)
+    return Back(sum_outer(Outer(left, whole.right)), cotangents[0][:, 0], cotangents[1], pulled)
+
+
+class Thin:
+    """Weight matrices of a single feature, which are most often parameters of their own, whose feature is 1.
+
+    A product over the steps of a chunk is a sum for them, so that it is added up step by step, and not written down.
+    """
+
+    def __init__(self, features: PyTree) -> None:
+        self.structure = jax.tree.structure(features)
+        self.which = [leaf.shape[-1] == 1 for leaf in jax.tree.leaves(features)]
+
+    def of(self, tree: PyTree) -> list[Array]:
+        """The leaves of these matrices; none of a tree that is None."""
+        leaves = [] if tree is None else zip(jax.tree.leaves(tree), self.which, strict=True)
+        return [leaf for leaf, thin in leaves if thin]
+
+    def nothing(self, params: PyTree, *counts: tuple[int, int] | None) -> tuple[list[Array], ...]:
+        """Zeros to add to: `[streams, vectors, rows]` for each kind of cotangents."""
+        return tuple(
+            [jnp.zeros((*count, w.shape[0]), w.dtype) for w in self.of(params)] if count else [] for count in counts
+        )
+
+    def steps(self, one_step: Callable[[tuple, tuple], tuple[tuple, tuple]]) -> Callable:
+        """One step back that adds up the products of thin matrices, and returns a zero in their place."""
+
+        def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
+            cotangents, (first, second) = carry
+            cotangents, (left, asked) = one_step(cotangents, now[0])
+            of_all, of_few = now[1]
+            first = [s + v * x[:, None] for s, v, x in zip(first, self.of(left), of_all, strict=True)]
+            second = [s + v * x[:, None] for s, v, x in zip(second, self.of(asked), of_few, strict=True)]
+            return (cotangents, (first, second)), (self._without(left), self._without(asked))
+
+        return step
+
+    def _without(self, tree: PyTree) -> PyTree:
+        if tree is None:
+            return None
+        leaves = zip(jax.tree.leaves(tree), self.which, strict=True)
+        return jax.tree.unflatten(self.structure, [jnp.zeros(()) if thin else leaf for leaf, thin in leaves])
+
+    def with_sums(self, factors: Outer, sums: list[Array]) -> Outer:
+        """The factors, with those sums as if they were a single step with feature 1."""
+        rest = iter(sums)
+        left, right = [], []
+        for v, a, thin in zip(jax.tree.leaves(factors.left), jax.tree.leaves(factors.right), self.which, strict=True):
+            added = next(rest) if thin else None
+            left.append(v if added is None else added[None])
+            right.append(a if added is None else jnp.ones((1, *added.shape[:1], 1), added.dtype))
+        return Outer(jax.tree.unflatten(self.structure, left), jax.tree.unflatten(self.structure, right))
+
+
+# The most numbers that are put beside the losses' cotangents, for one product with the weights instead of two. Beyond,
+# to copy them at every step costs more than to read the weights again.
+BESIDE_LOSSES = 1 << 20
+
+
+def _one_step(maps: Linear, together: bool) -> Callable[[tuple, tuple], tuple[tuple, tuple]]:
+    """One step back with both kinds of cotangents, `[B, 1, S]` and `[b, R, S]`; `together` only where b is B."""
+
+    def pull(residuals: PyTree, cotangents: Array, reset: Array | None) -> tuple[Array, PyTree]:
+        back, here = jax.vmap(jax.vmap(maps.pull, in_axes=(None, 0)))(residuals, cotangents)
+        return back if reset is None else jnp.where(reset[:, None, None], 0, back), here
+
+    def step(cotangents: tuple, now: tuple) -> tuple[tuple, tuple]:
+        losses, asked = cotangents
+        residuals, dl_dstate, reset, over, factor = now
+        losses = losses + dl_dstate[:, None]
+        if together:
+            back, here = pull(residuals, jnp.concatenate([losses, asked], axis=1), reset)
+            first, second = (jax.tree.map(lambda leaf, p=p: leaf[:, p], here) for p in (slice(0, 1), slice(1, None)))
+            return (back[:, :1], cleared(over, back[:, 1:])), (first, cleared(over, second))
+        losses, first = pull(residuals, losses, reset)
+        losses = losses if factor is None else scaled(factor[:, None, None], losses)
+        if asked is None:
+            return (losses, None), (first, None)
+        few, few_resets = jax.tree.map(lambda leaf: leaf[: len(asked)], (residuals, reset))
+        asked, second = pull(few, asked, few_resets)
+        return (losses, cleared(over, asked)), (first, cleared(over, second))
+
+    return step
+
+
+def scaled(factor: Float[Array, "*any"], flow: Float[Array, "*all"]) -> Float[Array, "*all"]:
+    """A flow times a factor; nothing at all where that is 0."""
+    return jnp.where(factor == 0, 0, factor * flow)
+
+
+def episode_over(reset: Bool[Array, " *steps"] | None) -> Bool[Array, " *steps"] | None:
+    """Whether another episode begins after a step, `[K]` or `[K, b]`: then the step is of no account at the end."""
+    if reset is None:
+        return None
+    begun = jax.lax.cummax(reset.astype(jnp.int32), axis=0, reverse=True) > 0
+    return jnp.concatenate([begun[1:], jnp.zeros_like(begun[:1])])
+
+
+def in_stretches(
+    advance: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    carry: PyTree,
+    steps: PyTree,
+    size: int,
+    reverse: bool = False,
+) -> tuple[PyTree, PyTree]:
+    """A scan over stretches of `size` steps and the rest: the last steps, or in reverse the first, may be fewer.
+
+    Args:
+      advance: `advance(carry, steps of a stretch) -> (carry, found)`.
+      carry: to begin with.
+      steps: all steps, time leading.
+      size: of a stretch.
+      reverse: whether stretches are gone through from the last to the first.
+
+    Returns:
+      The last carry, and what was found, joined in time.
+    """
+    length = jax.tree.leaves(steps)[0].shape[0]
+    rest = length % size
+    whole, single = length - rest, length - rest == size
+    first, last = (rest, length) if reverse else (0, whole)
+    parts = jax.tree.map(lambda leaf: leaf[first:last], steps)
+    found = []
+    if single:
+        carry, here = advance(carry, parts)
+        found.append(here)
+    elif whole:
+        parts = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), parts)
+        carry, here = jax.lax.scan(advance, carry, parts, reverse=reverse)
+        found.append(jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), here))
+    if rest:
+        carry, here = advance(carry, jax.tree.map(lambda leaf: leaf[:rest] if reverse else leaf[whole:], steps))
+        found.insert(0 if reverse else 1, here)
+    return carry, jax.tree.map(lambda *parts: parts[0] if len(parts) == 1 else jnp.concatenate(parts), *found)

@@ -5,14 +5,14 @@ the gradient, and in what streams share and learn.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Int, PyTree
+from streamgrad.engine.columns import Columns
 
 
 class PerDevice(NamedTuple):
@@ -23,52 +23,6 @@ class PerDevice(NamedTuple):
     """
 
     value: PyTree
-
-
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """The mesh axis over which an influence is spread, by columns of θ.
-
-    Attributes:
-      axis: its name.
-      count: how many devices it has.
-    """
-
-    axis: str
-    count: int
-
-    def own(self, array: Array, axis: int) -> Array:
-        """This device's part of what all of them have; filled up with zeros where it does not divide evenly."""
-        whole = self.filled(array, axis)
-        size = whole.shape[axis] // self.count
-        return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(self.axis) * size, size, axis)
-
-    def filled(self, array: Array, axis: int) -> Array:
-        """An array that can be cut evenly."""
-        widths = [(0, 0)] * array.ndim
-        widths[axis] = (0, -array.shape[axis] % self.count)
-        return jnp.pad(array, widths)
-
-    def among_zeros(self, part: Array, axis: int, size: int) -> Array:
-        """A whole array with this device's part in its place, times the number of devices: their mean is the whole."""
-        shape = list(part.shape)
-        shape[axis] *= self.count
-        at = jax.lax.axis_index(self.axis) * part.shape[axis]
-        whole = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(shape, part.dtype), self.count * part, at, axis)
-        return jax.lax.slice_in_dim(whole, 0, size, axis=axis)
-
-
-class Spread(NamedTuple):
-    """A state whose memory is kept by columns of θ.
-
-    Attributes:
-      init: `init(params) -> state` of one stream, whole, in shapes that can be cut evenly.
-      axes: `axes(memory) -> axes`, for each array of one stream: which of its axes is cut, or -1 for one that every
-        device has whole.
-    """
-
-    init: Callable[..., Any]
-    axes: Callable[[PyTree], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +55,10 @@ class Devices:
         if self.axis is None:
             return grads
         return _mean(grads, (self.axis,) if self.columns is None else (self.axis, self.columns.axis))
+
+    def own_features(self, features: PyTree) -> PyTree:
+        """The features of this device's columns."""
+        return features if self.columns is None else self.columns.own_features(features)
 
     def on_all_columns(self, flags: Bool[Array, " b"]) -> Bool[Array, " b"]:
         """Whether it holds for every device of an influence's columns."""

@@ -17,38 +17,29 @@ def naming_reverse_only(model: Model, run: Callable[..., Any]) -> Callable[..., 
 
     Args:
       model: the model.
-      run: as in `streamgrad.engine.estimator.Algorithm`.
+      run: as in `streamgrad.Method`.
 
     Returns:
       The same function.
     """
 
     @functools.wraps(run)
-    def named(params: Any, state: Any, chunk: Any, key: Any) -> Any:
+    def named(params: Any, state: Any, chunk: Any, noise: Any, devices: Any) -> Any:
         try:
-            return run(params, state, chunk, key)
+            return run(params, state, chunk, noise, devices)
         except TypeError as error:
             if "custom_vjp" not in str(error):
                 raise
-            one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk.inputs)
-            axes = len(jax.tree.leaves(one)[0].shape) - len(_input_shape(model, one))
-            x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), one)
+            x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), chunk.inputs)
             step = jax.make_jaxpr(model.cell.step)(widened(params).cell, model.init_state(params), x)
             found = sorted(set(_names(step)))
             raise ValueError(
                 f"the cell's step cannot be differentiated forwards, for it has no rule for {', '.join(found)}: use "
                 "jax.custom_jvp for it in place of jax.custom_vjp, or an estimator that only goes backwards, such as "
-                "bptt, tbptt, rtrl or ok."
+                "rtrl."
             ) from error
 
     return named
-
-
-def _input_shape(model: Model, inputs: Any) -> tuple[int, ...]:
-    """The shape of the first array of one x; where the cell does not say, all of it but time."""
-    if model.cell.example_input is None:
-        return jax.tree.leaves(inputs)[0].shape[1:]
-    return jax.tree.leaves(model.cell.example_input)[0].shape
 
 
 def _names(closed: Any) -> Iterator[str]:

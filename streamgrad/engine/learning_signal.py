@@ -8,7 +8,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Model, Params
-from streamgrad.checks import check_choice, check_model, check_size
+from streamgrad.checks import check_choice, check_size
 from streamgrad.engine.row_influence import Signal
 from streamgrad.step_loss import Credit
 
@@ -30,7 +30,6 @@ def find_feedback(name: str, model: Model, feedback: str, seed: int) -> Signal |
     Returns:
       The signal; None for the gradient itself.
     """
-    check_model(model)
     check_choice("feedback", feedback, FEEDBACKS)
     check_size(least=0, seed=seed)
     if feedback == "symmetric":

@@ -11,10 +11,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from streamgrad._typing import PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params, Trace, given, widened
 from streamgrad.checks import check_batch, check_fits
-from streamgrad.engine.advance_credit import Trace
 from streamgrad.engine.collectives import Devices, PerDevice
+from streamgrad.engine.columns import ColumnCut
 from streamgrad.engine.estimator import Engine
 from streamgrad.trees import check_like
 
@@ -58,19 +58,19 @@ class Layout:
         made = jax.jit(lambda params: self.reshard(specs, self._repeated(params)), out_shardings=self._shardings(specs))
         return made(*self.place((P(),), (params,)))
 
-    def _axes(self, memory: PyTree) -> PyTree:
-        """For each array of a stream's memory the axis that is cut by columns, or -1."""
+    @property
+    def _cut(self) -> ColumnCut | None:
+        """How the memory is cut by columns, or None."""
         if self.devices.columns is None:
-            return jax.tree.map(lambda leaf: -1, memory)
-        assert isinstance(self.est, Engine) and self.est.columns is not None
-        return self.est.columns(self.devices.columns).axes(memory)
+            return None
+        assert isinstance(self.est, Engine) and self.est.method.columns is not None
+        return self.est.method.columns(self.devices.columns)
 
     def _one(self, params: Params) -> EstimatorState:
         """The state at the beginning of one stream."""
-        if self.devices.columns is None:
+        if self._cut is None or not isinstance(self.est, Engine):
             return self.est.init(params)
-        assert isinstance(self.est, Engine) and self.est.columns is not None
-        return self.est.columns(self.devices.columns).init(params)
+        return self._cut.init(widened(given(self.est.method.model).enter(params)))
 
     def specs(self, state: EstimatorState) -> EstimatorState:
         """How the arrays of a state are cut."""
@@ -82,19 +82,17 @@ class Layout:
             return P(self.devices.axis, *[None] * axis, self.devices.columns.axis)
 
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state.memory)
-        memory = jax.tree.map(of_memory, self._axes(one))
+        axes = jax.tree.map(lambda leaf: -1, one) if self._cut is None else self._cut.axes(one)
+        memory = jax.tree.map(of_memory, axes)
         shared = jax.tree.map(
             lambda leaf: over if isinstance(leaf, PerDevice) else P(),
             state.shared,
             is_leaf=lambda leaf: isinstance(leaf, PerDevice),
         )
-        specs = EstimatorState(over, memory, shared)
-        if state.trace is None:
-            return specs
-        return specs._replace(trace=self.of_trace(self.specs(state.trace.before)))
+        return EstimatorState(over, memory, shared)
 
-    def of_trace(self, before: EstimatorState) -> Any:
-        """How a `Trace` is cut whose state before the chunk is cut like that."""
+    def trace_specs(self, before: EstimatorState) -> Trace:
+        """How the arrays of a trace are cut, from those of the state before its chunk."""
         over: Any = P(self.devices.axis)
         return Trace(before, over, over, over)
 

@@ -1,15 +1,16 @@
 """An estimator that tells of each stream whether it is still finite."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
+from streamgrad._typing import PyTree
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Params
 from streamgrad.checks import check_estimator
 from streamgrad.engine.collectives import ALONE, Devices
-from streamgrad.engine.estimator import Engine, Result, Streams
+from streamgrad.engine.estimator import Engine, Result, estimator
+from streamgrad.engine.method import Outcome, as_batch
 from streamgrad.trees import finite_streams
 
 
@@ -45,30 +46,30 @@ def monitored(est: GradientEstimator) -> GradientEstimator:
       [True, True]
     """
     check_estimator(est)
-    told = dataclasses.replace(est, update=_telling(est.update), label=f"monitored({est!r})")
-    if not isinstance(est, Engine):
-        return told
+    label = f"monitored({est!r})"
+    if isinstance(est, Engine):
+        method = est.method
 
-    def on(devices: Devices) -> Streams:
-        streams = est.on(devices)
-        return streams._replace(update=_telling(streams.update, devices))
+        def run(params: Params, state: EstimatorState, chunk: Chunk, noise: PyTree, devices: Devices) -> Outcome:
+            outcome = method.run(params, state, chunk, noise, devices)
+            return outcome._replace(info=_flagged(outcome.state, outcome.info, devices))
 
-    return dataclasses.replace(told, streams=on(ALONE), on=on, noisy=None)
+        new = estimator(dataclasses.replace(method, run=run, noisy=None))
+        return dataclasses.replace(new, label=label)
+
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any = None) -> Result:
+        grads, state, info = est.update(params, state, chunk, key)
+        return grads, state, flagged(state, info)
+
+    flagged = jax.jit(_flagged)
+    return dataclasses.replace(est, update=update, label=label)
 
 
-def _telling(update: Callable[..., Result], devices: Devices = ALONE) -> Callable[..., Result]:
-    """`update`, for one stream or many, whose losses tell which: `[T]` or `[B, T]`."""
-
-    @jax.jit
-    def finite(cell: Any, memory: Any, loss: Any) -> Any:
-        if loss.ndim == 1:
-            return finite_streams(jax.tree.map(lambda leaf: leaf[None], (cell, memory)), 1)[0]
-        return devices.on_all_columns(finite_streams((cell, memory), len(loss)))
-
-    def telling(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
-        grads, state, info = update(params, state, chunk, key)
-        flag = finite(state.cell, state.memory, info.loss)
-        return grads, state, info._replace(diagnostics={**info.diagnostics, "finite": flag})
-
-    telling.__doc__ = update.__doc__
-    return telling
+def _flagged(state: EstimatorState, info: Info, devices: Devices = ALONE) -> Info:
+    """`info` with the flag, for one stream or many: the shape of its losses, `[T]` or `[B, T]`, tells which."""
+    parts = (state.cell, state.memory)
+    if info.loss.ndim == 1:
+        flag = finite_streams(as_batch(parts), 1)[0]
+    else:
+        flag = devices.on_all_columns(finite_streams(parts, len(info.loss)))
+    return info._replace(diagnostics={**info.diagnostics, "finite": flag})

@@ -16,130 +16,100 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
-from streamgrad.base import Chunk, Model, Params
+from streamgrad.base import Chunk, EstimatorState, Model, Params
 from streamgrad.engine import sparse_influence
-from streamgrad.engine.chunk import Across, Crossing, Walk, begun, chunkwise, leading
-from streamgrad.engine.chunk_passes import backward, episode_over, forward, read_out
-from streamgrad.engine.estimator import Algorithm
+from streamgrad.engine.across import finish, older_credit, watched_streams, with_older
+from streamgrad.engine.chunk import episode_over, go_back, go_forward, step_maps
+from streamgrad.engine.collectives import Devices
+from streamgrad.engine.method import Outcome
 from streamgrad.engine.row_arrays import Places, advanced, summed, times
 from streamgrad.engine.unroll import unroll
 from streamgrad.step.row_units import Block, Local
 from streamgrad.step.static_gather import take
-from streamgrad.step.step_vjp import Linear, linear
+from streamgrad.step.step_vjp import Linear
 from streamgrad.step.weights import Outer, sum_outer
 from streamgrad.trees import cleared
 
 Signal = Callable[[Params, Float[Array, "K B S"], PyTree, Float[Array, "K B S"]], Float[Array, "K B S"]]
 
 
-def by_own_units(model: Model, local: Local, inside: str, signal: Signal | None = None) -> Algorithm:
-    """The algorithm of an influence at each weight's own units; arguments as in `local_walk`."""
-    return chunkwise(model, local_influence(local), walk_through=local_walk(local, inside, signal))
-
-
-def local_influence(local: Local) -> Across:
-    """M at the units of each row, across chunks.
+def by_own_units(
+    model: Model, units: Local, inside: str, signal: Signal | None = None
+) -> tuple[Callable[[Params], EstimatorState], Callable[..., Outcome]]:
+    """An influence at each weight's own units: `init` and `run` of a `Method`.
 
     Args:
-      local: which units.
+      model: the model.
+      units: of each row of weights.
+      inside: "estimated" for the recursion at every step, "backprop" for backpropagation inside the chunk.
+      signal: `signal(params, states, targets, dl_dstate) -> [K, B, S]`, the learning signal in place of dL_t/dh_t; None
+        for that itself.
 
     Returns:
-      The influence, for `chunkwise` with `local_walk`. Its memory is a list of blocks of rows, each with an array
-      `[rows, A]` for every place.
+      `init` and `run`. The memory is a list of blocks of rows, each with an array `[rows, A]` for every place.
     """
 
-    def init(params: PyTree, state: PyTree) -> list[Places]:
-        del state
-        matrices = jax.tree.leaves(params)
+    def init(params: Params) -> EstimatorState:
+        matrices = jax.tree.leaves(params.cell)
 
         def zeros(block: Block) -> Places:
             some = matrices[block.matrix][block.begin : block.end]
-            return tuple(jnp.zeros_like(some) for _ in local.sets.leaves[block.table].own)  # each of its own, to donate
+            return tuple(jnp.zeros_like(some) for _ in units.sets.leaves[block.table].own)  # each of its own, to donate
 
-        return list(map(zeros, local.blocks))
+        return EstimatorState(model.init_state(params), list(map(zeros, units.blocks)), ())
 
-    def advance(
-        shared: PyTree, memory: list[Places], noise: None, crossing: Crossing
-    ) -> tuple[list[Places], dict[str, Array]]:
-        del shared, noise
-        left, features = crossing.pulled
-        parts = zip(local.blocks, crossing.back, memory, left, strict=True)
-        return [advanced(moves, m, v, features[block.matrix], crossing.reset) for block, moves, m, v in parts], {}
-
-    def older(memory: list[Places], start: PyTree) -> PyTree:
+    def contract(memory: list[Places], dl_dstart: list[Float[Array, "b p rows"]]) -> PyTree:
         def one(block: Block, e: Float[Array, "b p rows"], m: Places) -> Float[Array, "rows A"]:
-            features = jax.tree.leaves(local.weights)[block.matrix].shape[1]
+            features = jax.tree.leaves(units.weights)[block.matrix].shape[1]
             return summed(e / len(e), m) if m else jnp.zeros((block.end - block.begin, features), e.dtype)
 
         # To join sums while they are made takes a GPU twice as long as to make them and join them afterwards.
-        sums = jax.lax.optimization_barrier(list(map(one, local.blocks, start, memory)))
-        return _whole(local, sums, axis=0)
+        sums = jax.lax.optimization_barrier(list(map(one, units.blocks, dl_dstart, memory)))
+        return _whole(units, sums, axis=0)
 
-    return Across(init, lambda memory, noise: jnp.zeros(()), advance, older)
-
-
-def local_walk(local: Local, inside: str, signal: Signal | None = None) -> Callable[..., Walk]:
-    """How a local influence goes through a chunk.
-
-    Args:
-      local: which units.
-      inside: "steps" for the recursion at every step, "backprop" for backpropagation inside the chunk.
-      signal: `signal(params, states, targets, dl_dstate) -> [K, B, S]`, what is sent to the units in place of
-        dL_t/dh_t; None for that itself.
-
-    Returns:
-      `walk_through`, for `chunkwise`.
-    """
-
-    def walk(
-        model: Model,
-        params: Params,
-        across: Across,
-        start: Float[Array, "B S"],
-        memory: PyTree,
-        noise: PyTree,
-        chunk: Chunk,
-        block: int,
-    ) -> Walk:
-        del across, noise, block
-        fresh, unravel = ravel_pytree(model.init_state(params))
-        x = jax.tree.map(lambda leaf: leaf[0, 0], chunk.inputs)
-        few = linear(model.cell, params.cell, unravel(fresh), x, local.columns)
+    def run(params: Params, state: EstimatorState, chunk: Chunk, noise: None, devices: Devices) -> Outcome:
+        del noise
+        few = step_maps(model, params, chunk, units.columns)
         maps, whole = few, None
         if inside == "backprop":
-            whole = linear(model.cell, params.cell, unravel(fresh), x)
+            whole = step_maps(model, params, chunk)
             maps = few._replace(take=_both(whole, few))
-        end, _, states, kept, features = forward(maps, fresh, start, None, chunk)
-        losses, head, dl_dstate = read_out(model, params, unravel, states, chunk)
-        sent = dl_dstate if signal is None else signal(params, states, chunk.targets, dl_dstate)
-        watched = leading(memory, len(start))
+        forward = go_forward(model, params, state.cell, chunk, maps=maps)
+        sent = forward.dl_dstate
+        if signal is not None:
+            targets = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), chunk.targets)
+            sent = signal(params, forward.states, targets, sent)
+        watched = watched_streams(state)
 
         def first(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: leaf[:, :watched], tree)
 
         if whole is None:
-            jacobians, entries = _between(local, few, kept, chunk.reset, sent)
-            signals = sparse_influence.at_units(local.sets, sent)
+            jacobians, entries = _between(units, few, forward.residuals, forward.reset, sent)
+            signals = sparse_influence.at_units(units.sets, sent)
             e, moves, es, cs = _recursions(signals, jacobians, watched)
-            left = [times(v, entry, 2) for v, entry in zip(_at_rows(local, es), entries, strict=True)]
-            total = sum_outer(Outer(_whole(local, left, axis=2), features))
+            left = [times(v, entry, 2) for v, entry in zip(_at_rows(units, es), entries, strict=True)]
+            grads = sum_outer(Outer(_whole(units, left, axis=2), forward.features))
             entries = first(entries)
         else:
-            asks = jnp.zeros((0, 0, fresh.size), fresh.dtype)
-            found, _, total = backward(whole, kept[0], features, params.cell, sent, asks, chunk.reset, len(sent))
-            jacobians, entries = _between(local, few, *first((kept[1], chunk.reset, sent)))
-            e = sparse_influence.at_units(local.sets, found[0])
+            plain = forward._replace(maps=whole, residuals=forward.residuals[0])
+            back = go_back(plain, params.cell, signal=sent)
+            jacobians, entries = _between(units, few, *first((forward.residuals[1], forward.reset, sent)))
+            e, grads = sparse_influence.at_units(units.sets, back.dl_dstart), back.inside
             _, moves, _, cs = _recursions([], jacobians, watched)
-        right = [times(c, entry[:, :, None], 3) for c, entry in zip(_at_rows(local, cs), entries, strict=True)]
-        over = episode_over(first(chunk.reset))  # there C is zero, but what it is multiplied with may be NaN
-        pulled = cleared(over, Outer(right, jax.tree.leaves(first(features))))
-        crossing = Crossing(_at_rows(local, moves), pulled, None, begun(chunk, watched))
-        return Walk(end, states, losses, head, total, _at_rows(local, e), crossing)
+        older = older_credit(contract, state, _at_rows(units, e), forward, params.cell, devices)
+        grads, memory = with_older(grads, older, state, forward)
+        right = [times(c, entry[:, :, None], 3) for c, entry in zip(_at_rows(units, cs), entries, strict=True)]
+        over = episode_over(first(forward.reset))  # there C is zero, but its factor may be NaN
+        left, features = cleared(over, (right, jax.tree.leaves(first(forward.features))))
+        parts = zip(units.blocks, _at_rows(units, moves), memory, left, strict=True)
+        begun = forward.begun(watched)
+        memory = [advanced(moves, m, v, features[block.matrix], begun) for block, moves, m, v in parts]
+        return finish(model, params, forward, grads, memory)
 
-    return walk
+    return init, run
 
 
 def _both(whole: Linear, few: Linear) -> Callable:
@@ -153,10 +123,10 @@ def _both(whole: Linear, few: Linear) -> Callable:
 
 
 def _between(
-    local: Local, maps: Linear, kept: PyTree, reset: Bool[Array, "K B"] | None, sent: Float[Array, "K B S"]
+    units: Local, maps: Linear, kept: PyTree, reset: Bool[Array, "K B"] | None, sent: Float[Array, "K B S"]
 ) -> tuple[list[Array], list[Array]]:
     """For all steps at once D_t between the units of each set, `[K, B, p, p, U]`, and I_t, `[K, B, p, rows]`."""
-    vectors = sparse_influence.colour_vectors(local.reach, sent.dtype)
+    vectors = sparse_influence.colour_vectors(units.reach, sent.dtype)
     steps, streams = sent.shape[:2]
     pull = jax.vmap(maps.pull, in_axes=(None, 0))
     for size in (streams, steps):  # which `kept` need not tell: of a linear step nothing is
@@ -164,10 +134,10 @@ def _between(
     back, here = pull(kept, vectors)  # [K, B, R, S] and [K, B, R, rows]
     if reset is not None:
         back = jnp.where(reset[:, :, None, None], 0, back)
-    jacobians = sparse_influence.among_own(local.sets, back.reshape(-1, *back.shape[2:]))
+    jacobians = sparse_influence.among_own(units.sets, back.reshape(-1, *back.shape[2:]))
     rows = jax.tree.leaves(here)
     entries = sparse_influence.pick(
-        local.reach, [rows[block.matrix][..., block.begin : block.end] for block in local.blocks]
+        units.reach, [rows[block.matrix][..., block.begin : block.end] for block in units.blocks]
     )
     return [leaf.reshape(steps, streams, *leaf.shape[1:]) for leaf in jacobians], entries
 
@@ -203,16 +173,16 @@ def _recursions(
     return e, moves, es, cs
 
 
-def _at_rows(local: Local, tables: list[Float[Array, "... _U"]]) -> list[Float[Array, "... _rows"]]:
+def _at_rows(units: Local, tables: list[Float[Array, "... _U"]]) -> list[Float[Array, "... _rows"]]:
     """What each set of units has, for the rows of every block."""
-    return [take(tables[block.table], block.sets, tables[block.table].ndim - 1) for block in local.blocks]
+    return [take(tables[block.table], block.sets, tables[block.table].ndim - 1) for block in units.blocks]
 
 
-def _whole(local: Local, parts: list[Array], axis: int) -> PyTree:
+def _whole(units: Local, parts: list[Array], axis: int) -> PyTree:
     """Arrays over the rows of every block, joined along an axis; in the structure of the parameters."""
-    structure = jax.tree.structure(local.weights)
+    structure = jax.tree.structure(units.weights)
     matrices: list[list[Array]] = [[] for _ in range(structure.num_leaves)]
-    for block, part in zip(local.blocks, parts, strict=True):
+    for block, part in zip(units.blocks, parts, strict=True):
         matrices[block.matrix].append(part)
     return jax.tree.unflatten(structure, [_joined(part, axis) for part in matrices])
 

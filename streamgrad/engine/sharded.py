@@ -9,11 +9,11 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from streamgrad._typing import Array, PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params, Trace
 from streamgrad.checks import check_estimator, check_size, check_values
-from streamgrad.engine.advance_credit import bare
-from streamgrad.engine.collectives import Columns, Devices
-from streamgrad.engine.estimator import Engine, Result
+from streamgrad.engine.collectives import Devices
+from streamgrad.engine.columns import Columns
+from streamgrad.engine.estimator import Engine, Result, streams_of
 from streamgrad.engine.mesh_layout import Layout
 from streamgrad.engine.streams import check_watched, mapped
 from streamgrad.keys import one_key_per_stream
@@ -68,7 +68,7 @@ def sharded(
       >>> params = model.init(jax.random.key(0))
       >>> est = sg.sharded(sg.rtrl(model), 4, jax.make_mesh((1,), ("streams",)))
       >>> chunk = sg.Chunk(jnp.ones((4, 5, 2)), jnp.zeros((4, 5), int))
-      >>> grads, state, info = est.update(params, est.init(params), chunk, None)
+      >>> grads, state, info = est.update(params, est.init(params), chunk)
       >>> state.cell.shape, len(state.cell.sharding.device_set)
       ((4, 3), 1)
     """
@@ -84,66 +84,69 @@ def sharded(
                 f"{count} {what} cannot be spread evenly over the {devices.count} devices of the mesh's axis "
                 f"{devices.axis!r}: take a multiple of {devices.count}."
             )
-    if devices.columns is not None and (not isinstance(est, Engine) or est.columns is None):
+    if devices.columns is not None and (not isinstance(est, Engine) or est.method.columns is None):
         raise ValueError(
-            "columns is for an influence with a column for each weight, rtrl, local_rtrl and ok on a cell with "
-            "preactivations: leave it out."
+            "columns is for an influence with a column for each weight, such as that of rtrl on a cell with "
+            f"preactivations, not for {est!r}: leave it out."
         )
     layout = Layout(est, batch_size, memories, mesh, devices)
-    own = est.on(devices) if isinstance(est, Engine) else mapped(est, devices)
-    over, of_state = P(devices.axis), layout.specs
+    own = streams_of(est.method, devices) if isinstance(est, Engine) else mapped(est, devices)
+    over = P(devices.axis)
 
     def over_mesh(function: Callable, arguments: Callable, results: Callable) -> Callable:
-        """Compiled for all devices; what is cut, and how, follows from the state, which comes second."""
+        """Compiled for all devices; how arrays are cut follows from the state, or that of the trace, which is second."""
+
+        def specs_of(second: EstimatorState | Trace) -> EstimatorState:
+            return layout.specs(second.before if isinstance(second, Trace) else second)
 
         @jax.jit
         def compiled(*given: Any) -> Any:
-            specs = of_state(given[1])
+            specs = specs_of(given[1])
             run = jax.shard_map(
                 function, mesh=mesh, in_specs=arguments(specs), out_specs=results(specs), check_vma=False
             )
             return run(*layout.reshard(arguments(specs), given))
 
-        return lambda *given: compiled(*layout.place(arguments(of_state(given[1])), given))
+        return lambda *given: compiled(*layout.place(arguments(specs_of(given[1])), given))
 
-    def with_trace(specs: EstimatorState) -> EstimatorState:
-        return specs._replace(trace=layout.of_trace(specs._replace(trace=None)))
-
+    traces = layout.trace_specs
     update_all = over_mesh(own.update, lambda s: (P(), s, over, over), lambda s: (P(), s, over))
-    advance_all = over_mesh(own.advance, lambda s: (P(), s, over, over, over), lambda s: (over, with_trace(s)))
-    credit_all = over_mesh(own.credit, lambda s: (P(), s, over), lambda s: P())
-    credit_each = over_mesh(own.credit_each, lambda s: (P(), s, over), lambda s: over)
+    advance_all = over_mesh(own.advance, lambda s: (P(), s, over, over, over), lambda s: (over, s, traces(s)))
+    credit_all = over_mesh(own.credit, lambda s: (P(), traces(s), over), lambda s: P())
+    credit_each = over_mesh(own.credit_each, lambda s: (P(), traces(s), over), lambda s: over)
     check = once_per_shape(layout.check)
 
     def checked(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> tuple[Chunk, Any]:
-        check(params, bare(state), layout.of_all(chunk))
+        check(params, state, layout.of_all(chunk))
         if isinstance(est, Engine):
-            check_values(est.model, chunk)
+            check_values(est.method.model, chunk)
         return layout.place((over, over), (chunk, one_key_per_stream(key, batch_size)))
 
-    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
-        return update_all(params, bare(state), *checked(params, state, chunk, key))
+    def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any = None) -> Result:
+        return update_all(params, state, *checked(params, state, chunk, key))
 
     def advance(
-        params: Params, state: EstimatorState, inputs: PyTree, key: Any, reset: Array | None = None
-    ) -> tuple[Array, EstimatorState]:
+        params: Params, state: EstimatorState, inputs: PyTree, key: Any = None, reset: Array | None = None
+    ) -> tuple[Array, EstimatorState, Trace]:
         chunk, keys = checked(params, state, Chunk(inputs, None, reset), key)
-        return advance_all(params, bare(state), chunk.inputs, keys, chunk.reset)
+        return advance_all(params, state, chunk.inputs, keys, chunk.reset)
 
-    def credit(params: Params, state: EstimatorState, dl_doutput: Array, per_stream: bool = False) -> PyTree:
+    def credit(params: Params, trace: Trace, dl_doutput: Array, per_stream: bool = False) -> PyTree:
+        if not isinstance(trace, Trace):
+            raise ValueError(f"trace must be the third value that advance returned, not {kind_of(trace)}.")
         if per_stream and (memories < batch_size or devices.columns is not None):
             raise ValueError(
                 "only streams whose whole memory is on one device have credit of their own: leave watched and "
                 "columns out of sharded."
             )
-        return (credit_each if per_stream else credit_all)(params, state, dl_doutput)
+        return (credit_each if per_stream else credit_all)(params, trace, dl_doutput)
 
     label = f"sharded({est!r}, {batch_size}, mesh{tuple(mesh.shape.values())})"
     return Sharded(layout.init, update, advance, credit, mesh=mesh, specs=layout.specs, label=label)
 
 
 def find_devices(mesh: Mesh, streams: str | None, columns: str | None) -> Devices:
-    """The axes of a mesh that are used, or a sentence."""
+    """The axes of a mesh that streams and columns lie on; raises ValueError where it has no such axes."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be what jax.make_mesh returns, not {kind_of(mesh)}.")
     if AxisType.Manual in mesh.axis_types:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array, Bool, PyTree
 from streamgrad.base import Model, Params, real_dtype
-from streamgrad.engine.chunk_passes import episode_over
+from streamgrad.engine.chunk import episode_over
 
 
 def no_inputs(model: Model, params: Params, count: int) -> PyTree:

@@ -16,8 +16,9 @@ from streamgrad.estimators.rtrl import rtrl
 from streamgrad.estimators.sketch import sketch
 from streamgrad.estimators.snap import snap
 from streamgrad.estimators.spatial_rtrl import spatial_rtrl
-from streamgrad.estimators.tbptt import tbptt
 from streamgrad.estimators.uoro import uoro
+from streamgrad.estimators.uoro_across import uoro_across
+from streamgrad.estimators.windowed_bptt import windowed_bptt
 
 __all__ = [
     "REGISTRY",
@@ -39,6 +40,7 @@ __all__ = [
     "sketch",
     "snap",
     "spatial_rtrl",
-    "tbptt",
     "uoro",
+    "uoro_across",
+    "windowed_bptt",
 ]

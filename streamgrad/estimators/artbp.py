@@ -1,8 +1,9 @@
 """ARTBP: backpropagation that is truncated at random, and compensated so that its mean is the whole gradient."""
 
 import dataclasses
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,18 @@ from jax.custom_batching import custom_vmap
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
-from streamgrad.checks import check_model, check_number, check_size, leading_length
-from streamgrad.contract import label_of
-from streamgrad.engine.chunk_flow import Flow, scaled, through
-from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, sum_over_streams
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Model, Params, worked
+from streamgrad.checks import check_number, check_size
+from streamgrad.engine.across import finish
+from streamgrad.engine.chunk import go_back, go_forward, scaled
+from streamgrad.engine.collectives import Devices
+from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method, Outcome, sum_over_streams
 from streamgrad.engine.stored_steps import as_stored, forgotten, latest, no_inputs
 from streamgrad.noise.distributions import Noise, find_noise
+from streamgrad.step.step_vjp import Linear
 from streamgrad.step.weights import Outer, sum_outer, zero_rows
-from streamgrad.trees import cleared
+from streamgrad.trees import cleared, restart
 
 
 class Kept(NamedTuple):
@@ -64,7 +68,7 @@ def artbp(
     before it; a flow that would go on is cut for certain. What it would have carried to older steps is a bias;
     for steps as young as that there is none. `info.diagnostics["cut"]` says how large such flows are: choose `longest`
     so that it is mostly 0. If the parameters have changed since, stored steps are differentiated at the new
-    parameters and at the states that the stream really visited, as in `tbptt`.
+    parameters and at the states that the stream really visited, as in `windowed_bptt`.
 
     Args:
       model: the model whose gradients are estimated.
@@ -95,7 +99,7 @@ def artbp(
     References:
       Tallec and Ollivier, Unbiasing truncated backpropagation through time, 2017: Equation 11, and 14 for `tail`.
     """
-    check_model(model)
+    model = worked(model)
     check_number(mean_length=mean_length)
     if mean_length <= 1:
         raise ValueError(f"mean_length must be above 1, as at 1 every flow is truncated at once, not {mean_length!r}.")
@@ -114,38 +118,35 @@ def artbp(
             "artbp stores inputs across chunks: give cells.from_function an example_input, one x or its shape."
         )
     alpha = None if tail is None else float(tail)
-    algorithm = _Random(model, float(mean_length), alpha, int(longest), source).algorithm()
-    label = label_of("artbp", mean_length=mean_length, tail=tail, longest=longest)
-    return estimator(model, algorithm, label=label)
+    parts = _Random(model, float(mean_length), alpha, int(longest))
+    return estimator(
+        Method(
+            name="artbp",
+            options={"mean_length": mean_length, "tail": tail, "longest": longest},
+            model=model,
+            init=parts.init,
+            run=parts.run,
+            draw=lambda shared, key, length, dtype: source.draw(key, (length,), dtype),
+            check=lambda chunk, length, key: source.check(key),
+        )
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Random:
-    """The algorithm for one stream.
+    """The method's functions.
 
     Attributes:
       model: the model whose gradients are estimated.
       mean_length: as in `artbp`.
       tail: likewise.
       longest: likewise.
-      source: of the noise.
     """
 
     model: Model
     mean_length: float
     tail: float | None
     longest: int
-    source: Noise
-
-    def algorithm(self) -> Algorithm:
-        """As `streamgrad.engine.estimator` takes it."""
-        outer = "preactivation" in self.model.cell.cuts
-        return Algorithm(self.init, self.run, _sum_outer_products if outer else sum_over_streams, self.check)
-
-    def check(self, chunk: Chunk, length: int, key: Any) -> None:
-        """The key is one that the noise can be drawn from."""
-        del chunk, length
-        self.source.check(key)
 
     def init(self, params: Params) -> EstimatorState:
         """Nothing stored yet."""
@@ -159,24 +160,42 @@ class _Random:
         )
         return EstimatorState(state, kept, ())
 
-    def run(self, params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
+    def run(
+        self, params: Params, state: EstimatorState, chunk: Chunk, noise: Float[Array, "B T"], devices: Devices
+    ) -> Outcome:
         """A chunk: forward, back with the losses, and on through stored steps as far as the flow goes."""
-        length, fresh = leading_length(chunk, "time"), self.init(params).memory
-        # What an episode that is over has left, perhaps NaN, is not looked at again.
-        past = restart(None if chunk.reset is None else chunk.reset[0], fresh, state.memory)
+        del devices
+        fresh = self.init(params).memory
+
+        def begin(past: Kept, reset: Array | None, uniform: Array) -> tuple[Kept, Array, tuple[Array, Array]]:
+            # The memory of an episode that is over, perhaps NaN, is not looked at again.
+            past = restart(None if reset is None else reset[0], fresh, past)
+            return past, *jax.lax.scan(self._truncate, past.age, (uniform, reset))
+
+        past, age, (factors, truncated) = jax.vmap(begin)(state.memory, chunk.reset, noise)
         inputs = as_stored(params, past.inputs, chunk.inputs)
-        uniform = self.source.draw(key, (length,), past.states.dtype)
-        age, (factors, truncated) = jax.lax.scan(self._truncate, past.age, (uniform, chunk.reset))
-        flow = through(self.model, params, state.cell, chunk._replace(inputs=inputs), factors)
-        reach = _reach(factors[0], past.factors)
-        beyond, cell = _walk_back(flow, params, past, reach)
-        over, states = forgotten(chunk.reset, self.longest), latest(past.states, flow.before)
+        forward = go_forward(self.model, params, state.cell, chunk._replace(inputs=inputs))
+        back = go_back(forward, params.cell, factors=factors.T)
+        reach = jax.vmap(_reach)(factors[:, 0], past.factors)
+        walk = functools.partial(_walk_back, forward.maps, params.cell, forward.features is not None)
+        beyond, older = jax.vmap(walk)(back.dl_dstart, past, reach)
+        older = sum_over_streams(older) if forward.features is None else sum_outer(older)
+        start = jax.vmap(lambda cell: ravel_pytree(cell)[0])(state.cell)
+        before = jnp.concatenate([start[:, None], jnp.swapaxes(forward.states, 0, 1)[:, :-1]], axis=1)
+        if chunk.reset is not None:
+            before = jnp.where(chunk.reset[:, :, None], fresh.states[None, :1], before)
+        memory = jax.vmap(functools.partial(self._store, fresh))(past, before, inputs, factors, age, chunk.reset)
+        told = {"truncated": truncated, "reach": reach[:, None], "cut": jnp.linalg.norm(beyond, axis=1)[:, None]}
+        grads = jax.tree.map(jnp.add, back.inside, older)
+        return finish(self.model, params, forward, grads, memory, (), told)
+
+    def _store(
+        self, fresh: Kept, past: Kept, before: Array, inputs: PyTree, factors: Array, age: Array, reset: Array | None
+    ) -> Kept:
+        """The last steps after a chunk."""
+        over, states = forgotten(reset, self.longest), latest(past.states, before)
         inputs, factors = cleared(over, (jax.tree.map(latest, past.inputs, inputs), latest(past.factors, factors)))
-        memory = Kept(states if over is None else jnp.where(over[:, None], fresh.states, states), inputs, factors, age)
-        told = {"truncated": truncated, "reach": reach[None], "cut": jnp.linalg.norm(beyond)[None]}
-        new = EstimatorState(jax.tree.map(lambda leaf: leaf[-1], flow.states), memory, ())
-        outputs = jax.vmap(self.model.cell.output)(flow.states)
-        return Outcome(Params(cell, flow.head), new, Info(flow.loss, told), outputs=outputs)
+        return Kept(states if over is None else jnp.where(over[:, None], fresh.states, states), inputs, factors, age)
 
     def _truncate(self, age: Int[Array, ""], now: tuple) -> tuple[Array, tuple[Array, Array]]:
         """δt after a step, the factor of the flow that leaves it backwards, and whether chance has truncated it."""
@@ -219,27 +238,30 @@ def _(axis_size: int, in_batched: list[bool], count: Array) -> tuple[Array, bool
     return _largest(jnp.max(count, axis=0)), False
 
 
-def _walk_back(inside: Flow, params: Params, past: Kept, reach: Int[Array, ""]) -> tuple[Float[Array, " S"], PyTree]:
-    """The flow on through stored steps, from the latest back.
+def _walk_back(
+    maps: Linear, params: PyTree, outer: bool, flow: Float[Array, " S"], past: Kept, reach: Int[Array, ""]
+) -> tuple[Float[Array, " S"], PyTree]:
+    """The flow of one stream on through stored steps, from the latest back.
 
     Args:
-      inside: the flow in the chunk.
-      params: the parameters.
+      maps: the linear maps of the steps.
+      params: the cell's parameters.
+      outer: whether the gradient comes in factors.
+      flow: the flow that leaves the chunk.
       past: the stored steps.
-      reach: through how many of the steps it goes.
+      reach: through how many of them it goes.
 
     Returns:
-      What would flow to steps that are not stored; and the cell's gradient in the chunk and before it, which is summed,
-      or in a list of two where it comes in factors.
+      The flow to steps that are not stored; and the cell's gradient before the chunk, summed or in factors.
     """
-    outer = inside.features is not None
+    room = len(past.factors)
 
     def step(index: Array, carry: tuple) -> tuple:
         flow, sums = carry
-        at = len(past.factors) - 1 - index
+        at = room - 1 - index
         vector, x, factor = jax.tree.map(lambda leaf: leaf[at], (past.states, past.inputs, past.factors))
-        _, kept, features = inside.maps.take(vector, x)
-        earlier, here = inside.maps.pull(kept, flow)
+        _, residuals, features = maps.take(vector, x)
+        earlier, here = maps.pull(residuals, flow)
         if outer:
             new = Outer(here, features)
             sums = jax.tree.map(lambda sums, new: sums.at[at].set(new.astype(sums.dtype)), sums, new)
@@ -248,15 +270,8 @@ def _walk_back(inside: Flow, params: Params, past: Kept, reach: Int[Array, ""]) 
         return scaled(factor, earlier), sums
 
     if outer:
-        room = len(past.factors)
-        features = jax.tree.map(lambda w: jnp.zeros((room, w.shape[1]), w.dtype), params.cell)
-        begin = Outer(zero_rows(params.cell, room), features)
+        features = jax.tree.map(lambda w: jnp.zeros((room, w.shape[1]), w.dtype), params)
+        sums = Outer(zero_rows(params, room), features)
     else:
-        begin = inside.cell
-    beyond, sums = jax.lax.fori_loop(0, _largest(reach), step, (inside.back, begin))
-    return beyond, [Outer(inside.cell, inside.features), sums] if outer else sums
-
-
-def _sum_outer_products(summands: Params) -> Params:
-    inside, older = (sum_outer(part) for part in summands.cell)
-    return Params(jax.tree.map(jnp.add, inside, older), sum_over_streams(summands.head))
+        sums = jax.tree.map(jnp.zeros_like, params)
+    return jax.lax.fori_loop(0, _largest(reach), step, (flow, sums))

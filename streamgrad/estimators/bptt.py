@@ -1,28 +1,30 @@
 """Backpropagation through time over the whole chunk: the exact reference."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
-from streamgrad.checks import check_model, check_size, leading_length
-from streamgrad.contract import label_of
-from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams, transition
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, transition, worked
+from streamgrad.checks import check_size, leading_length
+from streamgrad.engine.chunk import in_stretches
+from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method, Outcome, per_stream, sum_over_streams
 from streamgrad.engine.unroll import unroll
 from streamgrad.step.matvec import by_parts
 from streamgrad.step.weights import Outer, rows_of, sum_outer, zero_rows
+from streamgrad.trees import restart, same_dtype
 
-Run = Callable[[Params, EstimatorState, Chunk, Any], Outcome]
+Run = Callable[[Params, EstimatorState, Chunk, None], Outcome]
 
 
 def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
     """The exact gradient of the chunk, by reverse mode (Equation 3).
 
-    The state at the chunk's beginning is a constant: what came before it gets no credit. On chunks of k steps this is
-    what is mostly called truncated BPTT; `tbptt` reaches across chunks.
+    The state at the chunk's beginning is a constant: the past before it gets no credit. On chunks of k steps this is
+    what most papers call truncated BPTT, or TBPTT; `windowed_bptt` reaches a fixed number of steps back, across chunks.
 
     Args:
       model: the model whose gradients are computed.
@@ -39,7 +41,7 @@ def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
       >>> params = model.init(jax.random.key(0))
       >>> est = sg.bptt(model, recompute=3)
       >>> chunk = sg.Chunk(jnp.ones((8, 2)), jnp.zeros((8, 1)))
-      >>> grads, state, info = est.update(params, est.init(params), chunk, key=None)
+      >>> grads, state, info = est.update(params, est.init(params), chunk)
       >>> info.loss.shape
       (8,)
 
@@ -47,18 +49,19 @@ def bptt(model: Model, recompute: int | None = None) -> GradientEstimator:
       Werbos, Backpropagation through time: what it does and how to do it, 1990.
       Chen et al., Training deep nets with sublinear memory cost, 2016 (for `recompute`).
     """
-    check_model(model)
+    model = worked(model)
     if recompute is not None:
         check_size(recompute=recompute)
 
     def init(params: Params) -> EstimatorState:
         return EstimatorState(model.init_state(params), (), ())
 
-    label = label_of("bptt", recompute=recompute)
     # Outer products keep a number for each preactivation and step: not where there are nearly as many as weights.
     if recompute is None and "preactivation" in model.cell.cuts and _is_wide(model):
-        return estimator(model, Algorithm(init, _with_outer_products(model), _sum_outer_products), label=label)
-    return estimator(model, Algorithm(init, _plain(model, recompute)), label=label)
+        run = per_stream(_with_outer_products(model), sum_factors)
+    else:
+        run = per_stream(_plain(model, recompute))
+    return estimator(Method(name="bptt", options={"recompute": recompute}, model=model, init=init, run=run))
 
 
 def _is_wide(model: Model) -> bool:
@@ -70,7 +73,7 @@ def _is_wide(model: Model) -> bool:
 def _plain(model: Model, recompute: int | None) -> Run:
     """Differentiate with respect to the parameters, whatever they are."""
 
-    def run(params: Params, state: PyTree, chunk: Chunk) -> tuple[PyTree, tuple[Array, Array]]:
+    def stretch(params: Params, state: PyTree, chunk: Chunk) -> tuple[PyTree, tuple[Array, Array]]:
         """The state at the end of a stretch, and the loss and the output at each of its steps."""
         fresh = model.init_state(params)
 
@@ -82,37 +85,22 @@ def _plain(model: Model, recompute: int | None) -> Run:
         state, outputs = jax.lax.scan(step, state, (chunk.inputs, chunk.reset), unroll=unroll())
         return state, (_losses(model, params.head, outputs, chunk), outputs)
 
-    def run_again(params: Params, state: PyTree, chunk: Chunk, k: int) -> tuple[PyTree, tuple[Array, Array]]:
-        """`run`, in stretches of k steps that the reverse pass computes again."""
-        length = leading_length(chunk, "time")
-        whole = length - length % k
-        remembering = jax.checkpoint(run, prevent_cse=False)
-
-        def stretch(state: PyTree, chunk: Chunk) -> tuple[PyTree, tuple[Array, Array]]:
-            return remembering(params, state, chunk)
-
-        stretches = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, k, *leaf.shape[1:]), chunk)
-        state, found = jax.lax.scan(stretch, state, stretches)
-        found = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), found)
-        if whole < length:
-            state, rest = remembering(params, state, jax.tree.map(lambda leaf: leaf[whole:], chunk))
-            found = jax.tree.map(lambda *parts: jnp.concatenate(parts), found, rest)
-        return state, found
-
-    def chunkwise(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
-        del key
+    def one(params: Params, state: EstimatorState, chunk: Chunk, noise: None) -> Outcome:
+        del noise
+        again = jax.checkpoint(stretch, prevent_cse=False)
 
         def total(params: Params) -> tuple[Array, tuple[PyTree, Array, Array]]:
             if recompute is None:
-                end, (losses, outputs) = run(params, state.cell, chunk)
-            else:
-                end, (losses, outputs) = run_again(params, state.cell, chunk, recompute)
+                end, (losses, outputs) = stretch(params, state.cell, chunk)
+            else:  # in stretches that the reverse pass computes again
+                parts = functools.partial(again, params)
+                end, (losses, outputs) = in_stretches(parts, state.cell, chunk, recompute)
             return jnp.sum(losses), (end, losses, outputs)
 
         grads, (end, losses, outputs) = jax.grad(total, has_aux=True)(params)
-        return Outcome(grads, EstimatorState(end, (), ()), Info(losses, {}), outputs=outputs)
+        return Outcome(grads, EstimatorState(end, (), ()), Info(losses, {}, outputs))
 
-    return chunkwise
+    return one
 
 
 def _with_outer_products(model: Model) -> Run:
@@ -124,11 +112,10 @@ def _with_outer_products(model: Model) -> Run:
     assert cut.features is not None
     features = cut.features
 
-    def chunkwise(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
-        del key
+    def one(params: Params, state: EstimatorState, chunk: Chunk, noise: None) -> Outcome:
+        del noise
         fresh = model.init_state(params)
-        length = leading_length(chunk, "time")
-        still = zero_rows(params.cell, length)
+        no_displacement = zero_rows(params.cell, leading_length(chunk, "time"))
 
         def total(dz: PyTree, head: PyTree) -> tuple[Array, tuple]:
             def step(state: PyTree, now: tuple) -> tuple[PyTree, tuple]:
@@ -143,15 +130,23 @@ def _with_outer_products(model: Model) -> Run:
             return jnp.sum(losses), (end, losses, outputs, a)
 
         with by_parts():
-            grads, (end, losses, outputs, a) = jax.grad(total, argnums=(0, 1), has_aux=True)(still, params.head)
-        summands = (Outer(grads[0], a), grads[1])
-        return Outcome(summands, EstimatorState(end, (), ()), Info(losses, {}), outputs=outputs)
+            grads, aux = jax.grad(total, argnums=(0, 1), has_aux=True)(no_displacement, params.head)
+        end, losses, outputs, a = aux
+        factors = Params([Outer(grads[0], a)], grads[1])
+        return Outcome(factors, EstimatorState(end, (), ()), Info(losses, {}, outputs))
 
-    return chunkwise
+    return one
 
 
-def _sum_outer_products(summands: tuple[Outer, PyTree]) -> Params:
-    return Params(sum_outer(summands[0]), sum_over_streams(summands[1]))
+def sum_factors(summands: Params) -> Params:
+    """The gradient from the factors of outer products, of streams and steps, and the head's gradient of each stream."""
+    parts = [sum_outer(part) for part in summands.cell]
+    return Params(functools.reduce(add_trees, parts), sum_over_streams(summands.head))
+
+
+def add_trees(first: PyTree, second: PyTree) -> PyTree:
+    """The sum of two trees of the same structure."""
+    return jax.tree.map(jnp.add, first, second)
 
 
 def _losses(model: Model, head: PyTree, outputs: Float[Array, "T width"], chunk: Chunk) -> Float[Array, " T"]:

@@ -9,13 +9,13 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
-from streamgrad.checks import check_arguments, check_model, check_number
-from streamgrad.contract import label_of
-from streamgrad.engine.chunk_flow import through
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Model, Params, worked
+from streamgrad.checks import check_arguments, check_number
+from streamgrad.engine.across import finish
+from streamgrad.engine.chunk import go_back, go_forward
 from streamgrad.engine.collectives import Devices
-from streamgrad.engine.estimator import Algorithm, Outcome, estimator, sum_over_streams
-from streamgrad.step.weights import Outer, sum_outer
+from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method, Outcome
 from streamgrad.trees import cleared, finite_streams, is_real, kind_of
 
 
@@ -78,7 +78,7 @@ def dni(
       >>> params = model.init(jax.random.key(0))
       >>> est = sg.batched(sg.dni(model), 8)
       >>> chunk = sg.Chunk(jnp.ones((8, 5, 2)), jnp.zeros((8, 5), int))
-      >>> grads, state, info = est.update(params, est.init(params), chunk, key=None)
+      >>> grads, state, info = est.update(params, est.init(params), chunk)
       >>> state.shared.weights.shape, info.diagnostics["missed"].shape
       ((4, 5), (8, 1))
 
@@ -88,7 +88,7 @@ def dni(
       Marschall, Cho and Savin, A unified framework of online learning algorithms for training recurrent neural
       networks, 2020.
     """
-    check_model(model)
+    model = worked(model)
     check_number(learning_rate=learning_rate, discount=discount)
     if not 0 < learning_rate < 2:
         raise ValueError(
@@ -99,45 +99,41 @@ def dni(
     read = _of_numbers(model, _identity if features is None else features)
     width = _width(model, read)
     rate, weight = float(learning_rate), float(discount)
-    outer = "preactivation" in model.cell.cuts
 
     def init(params: Params) -> EstimatorState:
         state = model.init_state(params)
         vector = ravel_pytree(state)[0]
         return EstimatorState(state, (), Predictor(jnp.zeros((vector.size, width + 1), vector.dtype)))
 
-    def described(vector: Float[Array, " S"]) -> Float[Array, " F"]:
-        return jnp.append(read(vector).astype(vector.dtype), jnp.ones((), vector.dtype))
+    def described(vectors: Float[Array, "B S"]) -> Float[Array, "B F"]:
+        found = jax.vmap(read)(vectors).astype(vectors.dtype)
+        return jnp.concatenate([found, jnp.ones((len(found), 1), found.dtype)], axis=1)
 
-    def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
-        del key
-        weights = state.shared.weights
-        flow = through(model, params, state.cell, chunk, future=lambda end: weight * (weights @ described(end)))
-        cell = Outer(flow.cell, flow.features) if outer else flow.cell
-        missed = weights @ described(ravel_pytree(state.cell)[0]) - flow.back
+    def run(params: Params, state: EstimatorState, chunk: Chunk, noise: None, devices: Devices) -> Outcome:
+        del noise, devices
+        forward = go_forward(model, params, state.cell, chunk)
+        start = jax.vmap(lambda cell: ravel_pytree(cell)[0])(state.cell)
+        weights = state.shared.weights.T
+        predicted = described(forward.end) @ weights
+        back = go_back(forward, params.cell, future=weight * predicted)
+        missed = described(start) @ weights - back.dl_dstart
         told = {
-            "predicted": jnp.linalg.norm(weights @ described(flow.end))[None],
-            "missed": jnp.linalg.norm(missed)[None],
+            "predicted": jnp.linalg.norm(predicted, axis=1)[:, None],
+            "missed": jnp.linalg.norm(missed, axis=1)[:, None],
         }
-        new = EstimatorState(jax.tree.map(lambda leaf: leaf[-1], flow.states), (), state.shared)
-        outputs = jax.vmap(model.cell.output)(flow.states)
-        return Outcome(Params(cell, flow.head), new, Info(flow.loss, told), seen=missed, outputs=outputs)
+        outcome = finish(model, params, forward, back.inside, (), state.shared, told)
+        return outcome._replace(seen=(missed, described(start)))
 
     def learn(params: Params, before: EstimatorState, outcome: Outcome, chunk: Chunk, devices: Devices) -> Predictor:
         del params, chunk
-        known = jax.vmap(lambda cell: described(ravel_pytree(cell)[0]))(before.cell)
+        missed, known = outcome.seen
         # All streams share A: one whose state has gone to NaN, or came from there, must not take it along.
-        gone = ~finite_streams((outcome.seen, known), len(known))
-        missed, known = cleared(gone, (outcome.seen, known))
+        missed, known = cleared(~finite_streams((missed, known), len(known)), (missed, known))
         step, size = devices.mean((jnp.einsum("bs,bf->sf", missed, known), jnp.sum(known**2)))
         return Predictor(before.shared.weights - rate * step / jnp.where(size > 0, size, 1))
 
-    def total(summands: Params) -> Params:
-        cell = sum_outer(summands.cell) if outer else sum_over_streams(summands.cell)
-        return Params(cell, sum_over_streams(summands.head))
-
-    label = label_of("dni", learning_rate=learning_rate, discount=discount)
-    return estimator(model, Algorithm(init, run, total, learn=learn, uses_loss=True), label=label)
+    options = {"learning_rate": learning_rate, "discount": discount}
+    return estimator(Method(name="dni", options=options, model=model, init=init, run=run, learn=learn, uses_loss=True))
 
 
 def _of_numbers(model: Model, features: Any) -> Callable[[Array], Array]:

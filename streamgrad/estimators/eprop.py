@@ -1,10 +1,10 @@
 """e-prop: eligibility traces of what each unit does by itself, and a learning signal."""
 
-from streamgrad.base import GradientEstimator, Model
+from streamgrad.base import GradientEstimator, Model, worked
 from streamgrad.checks import find_cut
-from streamgrad.contract import label_of
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.learning_signal import find_feedback
+from streamgrad.engine.method import Method
 from streamgrad.engine.row_influence import by_own_units
 from streamgrad.step.row_units import Local, find_still
 
@@ -35,7 +35,7 @@ def eprop(model: Model, feedback: str = "symmetric", seed: int = 0) -> GradientE
       >>> params = model.init(jax.random.key(0))
       >>> est = sg.eprop(model, feedback="random")
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> grads, state, info = est.update(params, est.init(params), chunk, None)
+      >>> grads, state, info = est.update(params, est.init(params), chunk)
       >>> info.loss.shape
       (5,)
 
@@ -43,14 +43,15 @@ def eprop(model: Model, feedback: str = "symmetric", seed: int = 0) -> GradientE
       Bellec, Scherr, Subramoney, Hajek, Salaj, Legenstein and Maass, A solution to the learning dilemma for recurrent
       networks of spiking neurons, 2020.
     """
+    model = worked(model)
     signal = find_feedback("eprop", model, feedback, seed)
-    local = find_traces("eprop", model)
-    label = label_of("eprop", feedback=feedback, seed=seed or None)
-    return estimator(model, by_own_units(model, local, "steps", signal), label=label)
+    init, run = by_own_units(model, find_traces("eprop", model), "estimated", signal)
+    options = {"feedback": feedback, "seed": seed or None}
+    return estimator(Method(name="eprop", options=options, model=model, init=init, run=run, watchable=True))
 
 
 def find_traces(name: str, model: Model) -> Local:
-    """The units of each row of weights while features stand still, or a sentence."""
+    """The units of each row of weights while features are held fixed; raises ValueError where a row has too many."""
     find_cut(model, "preactivation")
     local = find_still(model)
     if local is None:

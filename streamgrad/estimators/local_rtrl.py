@@ -1,23 +1,23 @@
 """RTRL inside each layer, backpropagation across layers at the same step."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Cell, Chunk, EstimatorState, GradientEstimator, Info, Model, Params
-from streamgrad.checks import check_model
-from streamgrad.contract import label_of
-from streamgrad.engine.chunk import chunkwise, last_axis
-from streamgrad.engine.collectives import ALONE, Columns, Devices, Spread
-from streamgrad.engine.estimator import Algorithm, Outcome, as_stream, estimator, restart, same_dtype
+from streamgrad.base import Cell, Chunk, EstimatorState, GradientEstimator, Info, Model, Params, worked
+from streamgrad.engine.collectives import Devices
+from streamgrad.engine.columns import ColumnCut, Columns
+from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method, Outcome
 from streamgrad.engine.unroll import unroll
-from streamgrad.estimators.rtrl import find_across, rtrl
+from streamgrad.estimators.rtrl import rtrl_method
 from streamgrad.heads import squared_error
 from streamgrad.step_loss import Credit
+from streamgrad.trees import restart, same_dtype
 
 
 def local_rtrl(model: Model) -> GradientEstimator:
@@ -43,66 +43,57 @@ def local_rtrl(model: Model) -> GradientEstimator:
       >>> params = model.init(jax.random.key(0))
       >>> est = sg.local_rtrl(model)
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> grads, state, info = est.update(params, est.init(params), chunk, None)
+      >>> grads, state, info = est.update(params, est.init(params), chunk)
       >>> len(state.memory)
       2
 
     References:
       Zucchet, Meier, Schug, Mujika and Sacramento, Online learning of long-range dependencies, 2023.
     """
-    check_model(model)
+    model = worked(model)
     layers = model.cell.layers
     if len(layers) < 2:
-        return dataclasses.replace(rtrl(model), label=label_of("local_rtrl"))
-    # Each layer by itself: what it is given is known, and so is the gradient at all of its state.
-    models = [Model(layer._replace(output=_whole, worked=None), squared_error(1)) for layer in layers]
-    parts = [chunkwise(one, find_across(one)) for one in models]
+        return estimator(dataclasses.replace(rtrl_method(model), name="local_rtrl"))
+    # Each layer by itself: its inputs are known, and so is the gradient at all of its state.
+    parts = [rtrl_method(Model(layer._replace(output=_ravelled, worked=None), squared_error(1))) for layer in layers]
 
     def own(params: Params) -> list[Params]:
         return [Params(cell, ()) for cell in params.cell]
 
-    def init(params: Params) -> EstimatorState:
-        memory = tuple(part.init(theta).memory for part, theta in zip(parts, own(params), strict=True))
+    def joined(params: Params, inits: list[Callable[[Params], EstimatorState]]) -> EstimatorState:
+        memory = tuple(init(theta).memory for init, theta in zip(inits, own(params), strict=True))
         return EstimatorState(model.init_state(params), memory, ())
 
-    def batch(params: Params, state: EstimatorState, chunk: Chunk, keys: Any, devices: Devices) -> Outcome:
+    def init(params: Params) -> EstimatorState:
+        return joined(params, [part.init for part in parts])
+
+    def run(params: Params, state: EstimatorState, chunk: Chunk, noise: None, devices: Devices) -> Outcome:
         before, after, inputs = _forward(model, params, state.cell, chunk)
         losses, head, signals = _spatial(model, params, before, after, chunk)
-        grads, ends, memories = [], [], []
+        found = []
         for i, (part, theta) in enumerate(zip(parts, own(params), strict=True)):
-            assert part.batch is not None
             one = Chunk(inputs[i], Credit(signals[i]), chunk.reset)
-            found = part.batch(theta, EstimatorState(state.cell[i], state.memory[i], ()), one, keys, devices)
-            grads.append(jax.tree.map(lambda leaf: leaf[0], found.summands.cell))
-            ends.append(found.state.cell)
-            memories.append(found.state.memory)
-        outputs = jax.vmap(jax.vmap(model.cell.output))(after)
-        return Outcome(
-            as_stream(Params(tuple(grads), head)),
-            EstimatorState(tuple(ends), tuple(memories), ()),
-            Info(losses, {}),
-            outputs=outputs,
-        )
+            found.append(part.run(theta, EstimatorState(state.cell[i], state.memory[i], ()), one, noise, devices))
+        grads = Params(tuple(one.grads.cell for one in found), head)
+        ends, memories = tuple(one.state.cell for one in found), tuple(one.state.memory for one in found)
+        info = Info(losses, {}, jax.vmap(jax.vmap(model.cell.output))(after))
+        return Outcome(grads, EstimatorState(ends, memories, ()), info)
 
-    def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
-        many = batch(params, as_stream(state), as_stream(chunk), as_stream(key), ALONE)
-        return jax.tree.map(lambda leaf: leaf[0], many)
+    def columns(columns: Columns) -> ColumnCut:
+        cuts = [part.columns(columns) for part in parts if part.columns is not None]
 
-    def spread(columns: Columns) -> Spread:
-        inits = [part.columns(columns).init for part in parts if part.columns is not None]
+        def axes(memory: tuple) -> tuple:
+            return tuple(cut.axes(one) for cut, one in zip(cuts, memory, strict=True))
 
-        def whole(params: Params) -> EstimatorState:
-            memory = tuple(one(theta).memory for one, theta in zip(inits, own(params), strict=True))
-            return init(params)._replace(memory=memory)
-
-        return Spread(whole, last_axis)
+        return ColumnCut(lambda params: joined(params, [cut.init for cut in cuts]), axes)
 
     can = all(part.columns is not None for part in parts)
-    algorithm = Algorithm(init, run, batch=batch, columns=spread if can else None)
-    return estimator(model, algorithm, label=label_of("local_rtrl"))
+    return estimator(
+        Method(name="local_rtrl", model=model, init=init, run=run, watchable=True, columns=columns if can else None)
+    )
 
 
-def _whole(state: PyTree) -> Float[Array, " S"]:
+def _ravelled(state: PyTree) -> Float[Array, " S"]:
     return ravel_pytree(state)[0]
 
 
@@ -144,7 +135,7 @@ def _spatial(model: Model, params: Params, before: PyTree, after: PyTree, chunk:
     def one(state: PyTree, new: PyTree, x: PyTree, target: PyTree) -> tuple:
         still = jax.tree.map(jnp.zeros_like, new)
         value, (head, moved) = jax.value_and_grad(loss, argnums=(0, 1))(params.head, still, state, x, target)
-        return value, head, [_whole(layer) for layer in moved]
+        return value, head, [_ravelled(layer) for layer in moved]
 
     losses, head, signals = jax.vmap(jax.vmap(one))(before, after, chunk.inputs, chunk.targets)
     return losses, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=(0, 1)), head), signals

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float
-from streamgrad.base import GradientEstimator, Influence, Model
+from streamgrad.base import GradientEstimator, Model, worked
 from streamgrad.checks import find_cut
-from streamgrad.contract import label_of
-from streamgrad.engine.by_steps import online
-from streamgrad.estimators.uoro import UoroMemory, noise_check, rank_one
+from streamgrad.engine.by_steps import by_steps
+from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method
+from streamgrad.estimators.uoro import RankOne, UoroMemory, noise_check
 from streamgrad.noise.distributions import Noise, find_noise
 from streamgrad.noise.groups import make_groups
 from streamgrad.noise.rescale import find_rescaling
@@ -53,12 +54,13 @@ def nobacktrack(model: Model, noise: str | Noise = "rademacher", rescale: Any = 
       Ollivier, Tallec and Charpiat, Training recurrent networks online without backtracking, 2015.
       Tallec and Ollivier, Unbiased online recurrent optimization, 2018.
     """
+    model = worked(model)
     vertex = find_cut(model, "state")
     source = find_noise(noise)
     rescaling = find_rescaling(rescale)
     layout = cuts.layout(model.cell, vertex)
-    rescaling.shared(1, None)  # says so now where α does not fit
-    plain: Influence = rank_one(layout, vertex, source, rescaling, make_groups(layout, "state", 1))
+    rescaling.shared(1, None)  # raises here where α does not fit
+    plain = RankOne(model, vertex, layout, source, rescaling, make_groups(layout, "state", 1))
 
     def advance(
         shared: NoiseSettings, memory: UoroMemory, step: Step, noise: Shaped, dl_dstate: Array
@@ -68,8 +70,18 @@ def nobacktrack(model: Model, noise: str | Noise = "rademacher", rescale: Any = 
         memory, diagnostics = plain.advance(shared._replace(shaping=shaping(q)), memory, step, shaped, dl_dstate)
         return memory, diagnostics | {"q": q}
 
-    label = label_of("nobacktrack", rescale=rescaling.name)
-    return online(model, plain._replace(advance=advance), noise_check(source, rescaling), label=label)
+    return estimator(
+        Method(
+            name="nobacktrack",
+            options={"rescale": rescaling.name},
+            model=model,
+            init=plain.init,
+            run=by_steps(model, vertex, plain.init, advance, plain.contract),
+            draw=plain.draw,
+            check=noise_check(source, rescaling),
+            uses_loss=rescaling.uses_loss,
+        )
+    )
 
 
 def row_norms(step: Step, size: int, dtype: Any) -> Float[Array, " N"]:

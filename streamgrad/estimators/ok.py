@@ -1,5 +1,6 @@
 """Optimal Kronecker sums: the influence across chunks as a sum of a few Kronecker products."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, GradientEstimator, Model, real_dtype
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Model, Params, real_dtype, worked
 from streamgrad.checks import check_at_most, check_size, find_cut
-from streamgrad.contract import label_of
-from streamgrad.engine.chunk import Across, Crossing, chunkwise
-from streamgrad.engine.collectives import Columns
+from streamgrad.engine.across import finish, older_credit, watched_streams, with_older
+from streamgrad.engine.chunk import go_back, go_forward
+from streamgrad.engine.collectives import Devices
+from streamgrad.engine.columns import ColumnCut, Columns
 from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method, Outcome
 from streamgrad.noise.distributions import Noise, find_noise
 from streamgrad.noise.kronecker_reduction import reduce, reduce_by, signs_needed, sketch
 from streamgrad.step import cuts
@@ -68,86 +71,115 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
       Benzing, Gauy, Mujika, Martinsson and Steger, Optimal Kronecker-sum approximation of real time recurrent learning,
       2019.
     """
-    vertex = find_cut(model, "preactivation")
+    model = worked(model)
+    layout = cuts.layout(model.cell, find_cut(model, "preactivation"))
     source = find_noise(noise)
-    layout = cuts.layout(model.cell, vertex)
     terms = min(8, layout.state_size) if rank is None else rank
     check_size(rank=terms)
     check_at_most("rank", terms, layout.state_size, "the number of state units")
     if source.name in ("gaussian", "uniform"):
         raise ValueError(f"ok mixes with random signs: noise must be 'rademacher' or 'given', not {source.name!r}.")
 
-    def init(params: PyTree, state: PyTree) -> OkMemory:
-        del state
-        return OkMemory(*zero_terms(params, terms, layout.state_size))
+    def init(params: Params) -> EstimatorState:
+        memory = OkMemory(*zero_terms(params.cell, terms, layout.state_size))
+        return EstimatorState(model.init_state(params), memory, ())
 
-    def draw(key: Any, length: int, dtype: Any) -> Float[Array, "M n"]:
+    def draw(shared: PyTree, key: Any, length: int, dtype: Any) -> Float[Array, "M n"]:
         return source.draw(key, (len(layout.rows), signs_needed(length, terms)), dtype)
 
-    def asks(memory: OkMemory, noise: Array) -> Float[Array, "S S"]:
-        del noise
-        return jnp.eye(layout.state_size, dtype=real_dtype(memory))
+    def run(params: Params, state: EstimatorState, chunk: Chunk, noise: Array, devices: Devices) -> Outcome:
+        forward = go_forward(model, params, state.cell, chunk)
+        watched = watched_streams(state)
+        eye = jnp.eye(layout.state_size, dtype=real_dtype(params.cell))
+        back = go_back(forward, params.cell, jnp.broadcast_to(eye, (watched, *eye.shape)))
+        older = older_credit(_contract, state, back.dl_dstart, forward, params.cell, devices)
+        grads, memory = with_older(back.inside, older, state, forward)
+        memory = cleared(forward.begun(watched), memory)
+        move = functools.partial(_move, own_rows=None if devices.columns is None else _cut(devices.columns.own))
+        memory = jax.vmap(move, in_axes=(0, 0, 0, 1))(memory, noise, back.asked, back.pulled)
+        return finish(model, params, forward, grads, memory)
 
-    def older(memory: OkMemory, dl_dstart: Float[Array, "b S"]) -> PyTree:
-        mean = dl_dstart / len(dl_dstart)
-        left = jax.tree.map(lambda leaf: jnp.einsum("bs,brsn->brn", mean, leaf), memory.left)
-        return sum_outer(Outer(left, memory.right))
+    return estimator(
+        Method(
+            name="ok",
+            options={"rank": terms},
+            model=model,
+            init=init,
+            run=run,
+            draw=draw,
+            check=lambda chunk, length, key: source.check(key),
+            watchable=True,
+            columns=functools.partial(_by_rows, init),
+        )
+    )
 
-    def moving(own_rows: Callable[[Array], Array] | None) -> Callable[..., tuple[OkMemory, dict[str, Array]]]:
-        """`Across.advance`, of all rows of C_i or of this device's."""
 
-        def one(memory: OkMemory, signs: Array, back: Array, pulled: Outer) -> OkMemory:
-            structure = jax.tree.structure(memory.right)
-            leaves = [jax.tree.leaves(tree) for tree in (memory.left, memory.right, pulled.left, pulled.right)]
-            sketches = jax.tree.leaves(memory.sketch) or [None] * len(leaves[0])
-            found = []
-            for c, a, new_c, new_a, own, short in zip(*leaves, signs, sketches, strict=True):
-                moved = jnp.einsum("st,rtn->rsn", back, c)
-                here = new_c if own_rows is None else own_rows(new_c)
-                if len(a) == a.shape[1]:  # a term for each feature: ã_i is the i-th unit vector, nothing is left out
-                    exact = moved + jnp.einsum("ksn,ka->asn", here, new_a)
-                    found.append((exact, jnp.eye(len(a), dtype=a.dtype), short))
-                elif short is None:
-                    found.append((*reduce((moved, a), (new_c, new_a), own), None))
-                else:
-                    both = jnp.einsum("st,rtn->rsn", back, short), sketch(new_c, len(c))
-                    found.append(reduce_by(both, (moved, a), (here, new_a), own))
-            trees = [jax.tree.unflatten(structure, part) for part in zip(*found, strict=True)]
-            return OkMemory(*trees) if memory.sketch is not None else OkMemory(*trees[:2])
+def _contract(memory: OkMemory, dl_dstart: Float[Array, "b S"]) -> PyTree:
+    """The mean over streams of Σ_i (dL_chunk/dh_0 C_i) ã_i^T."""
+    mean = dl_dstart / len(dl_dstart)
+    left = jax.tree.map(lambda leaf: jnp.einsum("bs,brsn->brn", mean, leaf), memory.left)
+    return sum_outer(Outer(left, memory.right))
 
-        def advance(
-            shared: PyTree, memory: OkMemory, noise: Array, crossing: Crossing
-        ) -> tuple[OkMemory, dict[str, Array]]:
-            del shared
-            memory = cleared(crossing.reset, memory)
-            return jax.vmap(one, in_axes=(0, 0, 0, 1))(memory, noise, crossing.back, crossing.pulled), {}
 
-        return advance
+def _move(
+    memory: OkMemory,
+    signs: Array,
+    back: Float[Array, "S S"],
+    pulled: Outer,
+    own_rows: Callable[[Array], Array] | None,
+) -> OkMemory:
+    """Σ_i (Φ C_i) ⊗ ã_i + Σ_s G_s ⊗ a_s of one stream, reduced to as many terms as before.
 
-    def spread(columns: Columns) -> Across:
-        """By rows of C_i. What decides how terms are mixed is a sketch of all rows, which every device moves on.
+    Args:
+      memory: C_i and ã_i.
+      signs: for each weight matrix, to mix terms with.
+      back: Φ.
+      pulled: G_s and a_s, time leading.
+      own_rows: of an array over rows, this device's; None where every device has all of them.
 
-        A single row is kept by every device.
-        """
+    Returns:
+      The terms after the chunk.
+    """
+    structure = jax.tree.structure(memory.right)
+    leaves = [jax.tree.leaves(tree) for tree in (memory.left, memory.right, pulled.left, pulled.right)]
+    sketches = jax.tree.leaves(memory.sketch) or [None] * len(leaves[0])
+    found = []
+    for c, a, new_c, new_a, own, short in zip(*leaves, signs, sketches, strict=True):
+        moved = jnp.einsum("st,rtn->rsn", back, c)
+        here = new_c if own_rows is None else own_rows(new_c)
+        if len(a) == a.shape[1]:  # a term for each feature: ã_i is the i-th unit vector, nothing is left out
+            exact = moved + jnp.einsum("ksn,ka->asn", here, new_a)
+            found.append((exact, jnp.eye(len(a), dtype=a.dtype), short))
+        elif short is None:
+            found.append((*reduce((moved, a), (new_c, new_a), own), None))
+        else:
+            both = jnp.einsum("st,rtn->rsn", back, short), sketch(new_c, len(c))
+            found.append(reduce_by(both, (moved, a), (here, new_a), own))
+    trees = [jax.tree.unflatten(structure, part) for part in zip(*found, strict=True)]
+    return OkMemory(*trees) if memory.sketch is not None else OkMemory(*trees[:2])
 
-        def cut(by: Callable[[Array, int], Array]) -> Callable[[Array], Array]:
-            return lambda left: by(left, 2) if left.shape[2] > 1 else left
 
-        def whole(params: PyTree, state: PyTree) -> OkMemory:
-            left, right, _ = init(params, state)
-            filled = jax.tree.map(cut(columns.filled), left)
-            return OkMemory(filled, right, jax.tree.map(lambda leaf: sketch(leaf, len(leaf)), left))
+def _cut(by: Callable[[Array, int], Array]) -> Callable[[Array], Array]:
+    """A cut along the rows of `[rank, S, rows]`; a single row is kept by every device."""
+    return lambda left: by(left, 2) if left.shape[2] > 1 else left
 
-        return across._replace(init=whole, advance=moving(cut(columns.own)))
+
+def _by_rows(init: Callable[[Params], EstimatorState], columns: Columns) -> ColumnCut:
+    """The memory cut by rows of C_i, and not by features as elsewhere: ã_i is small, and every device has it.
+
+    How terms are mixed is decided by a sketch of all rows, which every device moves on, so that all mix alike.
+    """
+
+    def whole(params: Params) -> EstimatorState:
+        state = init(params)
+        left, right, _ = state.memory
+        filled = jax.tree.map(_cut(columns.filled), left)
+        sketches = jax.tree.map(lambda leaf: sketch(leaf, len(leaf)), left)
+        return state._replace(memory=OkMemory(filled, right, sketches))
 
     def axes(memory: OkMemory) -> OkMemory:
         rows = jax.tree.map(lambda left: 2 if left.shape[2] > 1 else -1, memory.left)
         none = jax.tree.map(lambda _: -1, memory.right)
         return OkMemory(rows, none, none)
 
-    def check(chunk: Chunk, length: int, key: Any) -> None:
-        del chunk, length
-        source.check(key)
-
-    across = Across(init, asks, moving(None), older, draw=draw, axes=axes)
-    return estimator(model, chunkwise(model, across._replace(spread=spread), check), label=label_of("ok", rank=terms))
+    return ColumnCut(whole, axes)

@@ -1,5 +1,6 @@
 """PreUORO, also known as KF-RTRL: the temporal projection without the spatial one."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -7,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Cut, GradientEstimator, Influence, Model, real_dtype
+from streamgrad.base import Cut, EstimatorState, GradientEstimator, Model, Params, real_dtype, worked
 from streamgrad.checks import check_choice, find_cut
-from streamgrad.contract import label_of
-from streamgrad.engine.by_steps import stepwise
-from streamgrad.engine.estimator import Algorithm, Noisy, estimator
+from streamgrad.engine.by_steps import by_steps
+from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method, Noisy
 from streamgrad.estimators.uoro import noise_check
 from streamgrad.noise.distributions import Noise, find_noise
 from streamgrad.noise.groups import Groups
@@ -73,6 +74,7 @@ def preuoro(
     References:
       Mujika, Meier and Steger, Approximating real-time recurrent learning with random Kronecker factors, 2018.
     """
+    model = worked(model)
     vertex = find_cut(model, "preactivation")
     source = find_noise(noise)
     rescaling = find_rescaling(rescale)
@@ -80,20 +82,18 @@ def preuoro(
     layout = cuts.layout(model.cell, vertex)
     count = len(layout.rows)
     matrices = Groups(count, np.repeat(np.arange(count), layout.rows), layout.rows)
-    rescaling.shared(count, None)  # says so now where α does not fit
+    rescaling.shared(count, None)  # raises here where α does not fit
 
-    def rescaled(rescaling: Rescaling) -> Algorithm:
-        influence = kronecker(layout, vertex, source, rescaling, matrices, immediate)
-        return stepwise(model, influence, noise_check(source, rescaling))
+    def method(rescaling: Rescaling) -> Method:
+        return kronecker(model, vertex, source, rescaling, matrices, immediate)
 
-    noisy = Noisy(matrices, False, rescaled) if rescaling.name == "gir" else None
-    return estimator(model, rescaled(rescaling), noisy, label=label_of("preuoro", rescale=rescaling.name))
+    noisy = Noisy(matrices, False, method) if rescaling.name == "gir" else None
+    return estimator(dataclasses.replace(method(rescaling), noisy=noisy))
 
 
-def kronecker(
-    layout: cuts.Layout, cut: Cut, source: Noise, rescaling: Rescaling, matrices: Groups, immediate: str
-) -> Influence:
-    """The influence dh_t/dW ≈ H̃_t ⊗ w̃_t of `preuoro`, out of its parts; `matrices` has a group for each W."""
+def kronecker(model: Model, cut: Cut, source: Noise, rescaling: Rescaling, matrices: Groups, immediate: str) -> Method:
+    """The recursion dh_t/dW ≈ H̃_t ⊗ w̃_t of `preuoro`, out of its parts; `matrices` has a group for each W."""
+    layout = cuts.layout(model.cell, cut)
     count, matrix_of_row = matrices.count, matrices.index
 
     def squares(rows: Float[Array, "N S"]) -> Float[Array, " M"]:
@@ -106,13 +106,11 @@ def kronecker(
         leaves, structure = jax.tree.flatten(vectors)
         return jax.tree.unflatten(structure, [by[i] * leaf for i, leaf in enumerate(leaves)])
 
-    def init(params: PyTree, state: PyTree) -> PreUoroMemory:
-        del state
-        tangent = jnp.zeros((layout.size, layout.state_size), real_dtype(params))
-        return PreUoroMemory(tangent, zero_features(params), rescaling.init(count, tangent.dtype))
-
-    def shared(params: PyTree) -> NoiseSettings:
-        return NoiseSettings(alpha=rescaling.shared(count, real_dtype(params)))
+    def init(params: Params) -> EstimatorState:
+        dtype = real_dtype(params.cell)
+        tangent = jnp.zeros((layout.size, layout.state_size), dtype)
+        memory = PreUoroMemory(tangent, zero_features(params.cell), rescaling.init(count, dtype))
+        return EstimatorState(model.init_state(params), memory, NoiseSettings(alpha=rescaling.shared(count, dtype)))
 
     def draw(shared: NoiseSettings, key: Any, length: int, dtype: Any) -> Float[Array, " T"]:
         del shared
@@ -146,4 +144,13 @@ def kronecker(
     def total(contributions: list[Outer]) -> PyTree:
         return jax.tree.map(lambda *terms: sum(terms), *map(sum_outer, contributions))
 
-    return Influence(cut, init, advance, contract, draw, shared, total, rescaling.uses_loss)
+    return Method(
+        name="preuoro",
+        options={"rescale": rescaling.name, "immediate": immediate},
+        model=model,
+        init=init,
+        run=by_steps(model, cut, init, advance, contract, total),
+        draw=draw,
+        check=noise_check(source, rescaling),
+        uses_loss=rescaling.uses_loss,
+    )

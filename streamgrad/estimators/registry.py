@@ -24,8 +24,9 @@ from streamgrad.estimators.rtrl import rtrl
 from streamgrad.estimators.sketch import sketch
 from streamgrad.estimators.snap import snap
 from streamgrad.estimators.spatial_rtrl import spatial_rtrl
-from streamgrad.estimators.tbptt import tbptt
 from streamgrad.estimators.uoro import uoro
+from streamgrad.estimators.uoro_across import uoro_across
+from streamgrad.estimators.windowed_bptt import windowed_bptt
 
 Promise = Literal["exact", "exact in the chunk", "biased", "unbiased", "unbiased for the noisy network"]
 
@@ -68,7 +69,7 @@ ROWS = (
         "backpropagation through the chunk; `recompute=k` stores T/k + k states",
     ),
     Row(
-        "tbptt", tbptt, "biased", "window/every P", "window S", (),
+        "windowed_bptt", windowed_bptt, "biased", "window/every P", "window S", (),
         "losses reach back `window` steps, also across chunks; `every=k` sends those of k steps back together",
         MappingProxyType({"window": 3}),
         (MappingProxyType({"window": 10}), MappingProxyType({"window": 8, "every": 4})),
@@ -128,14 +129,16 @@ ROWS = (
         "uoro", uoro, "unbiased", "G P", "P", CUT_NAMES,
         "dh/dθ as a product of two vectors; `groups=G` trades time for variance",
         variants=(
-            MappingProxyType({"inside": "backprop"}),
-            MappingProxyType({"inside": "backprop", "blocks": 8}),
-            MappingProxyType({"inside": "backprop", "shrink": "auto"}),
             MappingProxyType({"groups": 4}),
             MappingProxyType({"groups": 16}),
             MappingProxyType({"immediate": "exact"}),
             MappingProxyType({"cut": "state"}),
         ),
+    ),
+    Row(
+        "uoro_across", uoro_across, "unbiased", "R P", "R P", (),
+        "backpropagation in the chunk, a product of two vectors across chunks; `blocks=R` products trade time for variance",
+        variants=(MappingProxyType({"blocks": 8}), MappingProxyType({"shrink": "auto"})),
     ),
     Row(
         "preuoro", preuoro, "unbiased", "N P", "N S", ("preactivation",),

@@ -9,23 +9,26 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
-from streamgrad.checks import (
-    check_choice,
-    check_decay,
-    check_model,
-    check_size,
-    find_cut,
-    leading_length,
+from streamgrad.base import (
+    Chunk,
+    EstimatorState,
+    GradientEstimator,
+    Info,
+    Model,
+    Params,
+    real_dtype,
+    transition,
+    worked,
 )
-from streamgrad.contract import label_of
-from streamgrad.engine.chunk_passes import episode_over
-from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, transition
+from streamgrad.checks import check_choice, check_decay, check_size, find_cut
+from streamgrad.engine.chunk import episode_over
+from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method, Outcome, per_stream
 from streamgrad.noise.distributions import Noise, find_noise
 from streamgrad.noise.settings import NoiseSettings, check_sigma
-from streamgrad.noise.shaping import check_q0, shape_noise, shaping
+from streamgrad.noise.shaping import Shaped, check_q0, shape_noise, shaping
 from streamgrad.step import cuts
-from streamgrad.trees import cleared, finite_streams
+from streamgrad.trees import cleared, finite_streams, restart
 
 BASELINES = ("none", "average", "noise_free")
 
@@ -78,7 +81,7 @@ def reinforce(
     Unbiased for the *noisy* network: the mean is the gradient of the expected loss, which differs from that of the
     network without noise by O(σ²). Also `info.loss` is that of the noisy network. As σ goes to zero the estimate under
     "noise_free" becomes `uoro(cut="state", rescale="none")` under the same noise; without a baseline a term of zero
-    mean and a variance of order 1/σ² is added (`streamgrad.variance.score_variance`).
+    mean and a variance of order 1/σ² is added (`streamgrad.theory.score_variance`).
 
     | baseline b_t | what is subtracted | costs |
     |---|---|---|
@@ -125,7 +128,7 @@ def reinforce(
       Williams, Simple statistical gradient-following algorithms for connectionist reinforcement learning, 1992.
       Cooijmans and Martens, On the variance of unbiased online recurrent optimization, 2019.
     """
-    check_model(model)
+    model = worked(model)
     check_choice("baseline", baseline, BASELINES)
     check_decay(decay)
     if positions is not None:
@@ -160,13 +163,14 @@ def reinforce(
         settings = NoiseSettings(shaping(q0, dtype), sigma=jnp.asarray(first, dtype), updates=updates)
         return EstimatorState(state, memory, settings)
 
-    def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
+    def draw(shared: NoiseSettings, key: Any, length: int, dtype: Any) -> Shaped:
+        return shape_noise(shared.shaping, source.draw(key, (length, size), dtype))
+
+    def one(params: Params, state: EstimatorState, chunk: Chunk, noise: Shaped) -> Outcome:
         memory, shared = state.memory, state.shared
-        length = leading_length(chunk, "time")
         if schedule is not None:
             now = jnp.asarray(schedule(shared.updates), shared.sigma.dtype)
             shared = shared._replace(sigma=now, updates=shared.updates + 1)
-        noise = shape_noise(shared.shaping, source.draw(key, (length, size), real_dtype(params.cell)))
         kicks, left = shared.sigma * noise.right, noise.left / shared.sigma
         if still is not None:  # noise would make another counter of it, or another key
             kicks = jnp.where(still[None], 0, kicks)
@@ -188,16 +192,21 @@ def reinforce(
         memory = memory._replace(average=average)
         cell_grads, new = _reinforced(memory, loss, subtracted, chunk.reset, gone, by_step, pull)
         state = EstimatorState(end[0], new._replace(twin=end[1]), shared)
-        grads, outputs = Params(cell_grads, head_grads), jax.vmap(model.cell.output)(after[0])
-        return Outcome(grads, state, Info(loss, {"baseline": subtracted}), outputs=outputs)
+        info = Info(loss, {"baseline": subtracted}, jax.vmap(model.cell.output)(after[0]))
+        return Outcome(Params(cell_grads, head_grads), state, info)
 
-    def check(chunk: Chunk, length: int, key: Any) -> None:
-        del chunk, length
-        source.check(key)
-
-    algorithm = Algorithm(init, run, check=check, uses_loss=baseline == "average")
-    label = label_of("reinforce", sigma=sigma if isinstance(sigma, int | float) else None, baseline=baseline)
-    return estimator(model, algorithm, label=label)
+    return estimator(
+        Method(
+            name="reinforce",
+            options={"sigma": sigma if isinstance(sigma, int | float) else None, "baseline": baseline},
+            model=model,
+            init=init,
+            run=per_stream(one),
+            draw=draw,
+            check=lambda chunk, length, key: source.check(key),
+            uses_loss=baseline == "average",
+        )
+    )
 
 
 def _reinforced(

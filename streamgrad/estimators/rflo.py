@@ -1,9 +1,9 @@
 """Random-feedback local online learning: the leak of each unit, and errors through random weights."""
 
-from streamgrad.base import GradientEstimator, Model
-from streamgrad.contract import label_of
+from streamgrad.base import GradientEstimator, Model, worked
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.learning_signal import find_feedback
+from streamgrad.engine.method import Method
 from streamgrad.engine.row_influence import by_own_units
 from streamgrad.estimators.eprop import find_traces
 
@@ -33,19 +33,21 @@ def rflo(model: Model, feedback: str = "random", seed: int = 0) -> GradientEstim
       >>> params = model.init(jax.random.key(0))
       >>> est = sg.rflo(model)
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> grads, state, info = est.update(params, est.init(params), chunk, None)
+      >>> grads, state, info = est.update(params, est.init(params), chunk)
       >>> [[place.shape for place in block] for block in state.memory]
       [[(4, 7)]]
 
     References:
       Murray, Local online learning in recurrent networks with random feedback, 2019.
     """
+    model = worked(model)
     signal = find_feedback("rflo", model, feedback, seed)
-    local = find_traces("rflo", model)
-    if any(len(leaf.own) > 1 for leaf in local.reach.leaves):
+    units = find_traces("rflo", model)
+    if any(len(leaf.own) > 1 for leaf in units.reach.leaves):
         raise ValueError(
             "rflo needs a cell in which each row of weights has one unit, such as cells.vanilla: for others, such as "
             "an LSTM, use eprop."
         )
-    label = label_of("rflo", feedback=feedback, seed=seed or None)
-    return estimator(model, by_own_units(model, local, "steps", signal), label=label)
+    init, run = by_own_units(model, units, "estimated", signal)
+    options = {"feedback": feedback, "seed": seed or None}
+    return estimator(Method(name="rflo", options=options, model=model, init=init, run=run, watchable=True))

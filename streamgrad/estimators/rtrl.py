@@ -1,19 +1,21 @@
 """Real-time recurrent learning: the exact influence, carried forward."""
 
-import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
-from streamgrad.checks import check_choice, check_model
-from streamgrad.contract import label_of
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Model, Params, real_dtype, worked
 from streamgrad.engine import sparse_influence
-from streamgrad.engine.by_steps import online
-from streamgrad.engine.chunk import Across, Crossing, by_features, chunkwise
+from streamgrad.engine.across import finish, older_credit, watched_streams, with_older
+from streamgrad.engine.by_steps import by_steps
+from streamgrad.engine.chunk import go_back, go_forward
+from streamgrad.engine.collectives import Devices
+from streamgrad.engine.columns import by_features
 from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method, Outcome
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
 from streamgrad.step.influence_sparsity import Reach, find_reach
@@ -22,7 +24,7 @@ from streamgrad.step.weights import add_pulled, outer, steps_at_once, zero_each
 from streamgrad.trees import cleared
 
 
-def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
+def rtrl(model: Model) -> GradientEstimator:
     """The exact gradient, online: the whole influence M = dh/dθ is carried forward (Equation 4).
 
         dL_chunk/dθ = backpropagation inside the chunk + (dL_chunk/dh_0) M_0
@@ -41,11 +43,10 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
 
     Args:
       model: the model whose gradients are computed.
-      form: how it is computed, not what: "chunks", or "steps", as it was published, which multiplies M at every step.
 
     Returns:
       The estimator. Memory is S P for S state units and P parameters, or less, as above. Time per step is
-      S P + S² P / K beyond that of BPTT, for chunks of K steps; in the form "steps", which keeps all of M, S² P.
+      S P + S² P / K beyond that of BPTT, for chunks of K steps.
       `batched(rtrl(model), 16, watched=4)` takes the influence of 4 of 16 streams alone.
 
     Example:
@@ -54,8 +55,8 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
       >>> params = model.init(jax.random.key(0))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
       >>> rtrl, bptt = sg.rtrl(model), sg.bptt(model)
-      >>> online, _, _ = rtrl.update(params, rtrl.init(params), chunk, None)
-      >>> offline, _, _ = bptt.update(params, bptt.init(params), chunk, None)
+      >>> online, _, _ = rtrl.update(params, rtrl.init(params), chunk)
+      >>> offline, _, _ = bptt.update(params, bptt.init(params), chunk)
       >>> bool(jnp.allclose(online.cell["gates"], offline.cell["gates"], atol=1e-6))
       True
 
@@ -64,73 +65,111 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
       Schmidhuber, A fixed size storage O(n³) time complexity learning algorithm for fully recurrent continually running
       networks, 1992 (by chunks).
     """
-    check_model(model)
-    check_choice("form", form, ("chunks", "steps"))
-    if form == "steps":
-        return online(model, _stepwise(model), label=label_of("rtrl", form=form))
-    return estimator(model, chunkwise(model, find_across(model)), label=label_of("rtrl"))
+    return estimator(rtrl_method(worked(model)))
 
 
-def find_across(model: Model) -> Across:
-    """M across chunks, in the shape that it has for this model's cell."""
+def rtrl_method(model: Model) -> Method:
+    """RTRL by chunks, with M in the shape that it has for the model's cell."""
     pattern = find_pattern(model)
-    return _whole(model) if pattern is None else _in_shape(find_reach(pattern, cuts.preactivation_rows(model.cell)))
+    if pattern is None:
+        influence = _dense(model)
+    else:
+        influence = _sparse(find_reach(pattern, cuts.preactivation_rows(model.cell)))
+
+    def init(params: Params) -> EstimatorState:
+        return EstimatorState(model.init_state(params), influence.zeros(params.cell), ())
+
+    def run(params: Params, state: EstimatorState, chunk: Chunk, noise: None, devices: Devices) -> Outcome:
+        del noise
+        forward = go_forward(model, params, state.cell, chunk)
+        watched, length = watched_streams(state), len(forward.losses)
+        vectors = influence.cotangents(real_dtype(params.cell))
+        back = go_back(
+            forward,
+            params.cell,
+            jnp.broadcast_to(vectors, (watched, *vectors.shape)),
+            steps_at_once=influence.steps_at_once(params.cell, length),
+            pick=influence.pick,
+            own=devices.own_features,
+        )
+        older = older_credit(influence.contract, state, back.dl_dstart, forward, params.cell, devices)
+        grads, memory = with_older(back.inside, older, state, forward)
+        moved = cleared(forward.begun(watched), influence.move(back.asked, memory))
+        return finish(model, params, forward, grads, add_pulled(moved, back.pulled))
+
+    # Without preactivations M has no axis of features to be cut along.
+    columns = by_features(init) if "preactivation" in model.cell.cuts else None
+    return Method(name="rtrl", model=model, init=init, run=run, watchable=True, columns=columns)
 
 
-def _whole(model: Model) -> Across:
-    """M as a matrix, S times the parameters: where nothing is known of its shape."""
+class _Shape(NamedTuple):
+    """The linear algebra of M in the shape that it is kept in.
+
+    Attributes:
+      zeros: `zeros(params) -> memory`, of one stream.
+      cotangents: `cotangents(dtype) -> [R, S]`, the vectors whose products with Φ and Σ_s G_s J_s are M's increment.
+      move: `move(v Φ for each vector, memory) -> Φ M`, for all streams.
+      contract: `contract(memory, dl_dstart) -> grads`, the mean of (dL/dh) M over streams.
+      steps_at_once: `steps_at_once(params, length)`, as in `go_back`.
+      pick: as in `go_back`.
+    """
+
+    zeros: Callable[[PyTree], PyTree]
+    cotangents: Callable[[Any], Float[Array, "R S"]]
+    move: Callable[[Float[Array, "b R S"], PyTree], PyTree]
+    contract: Callable[[PyTree, Float[Array, "b S"]], PyTree]
+    steps_at_once: Callable[[PyTree, int], int | None]
+    pick: Callable[[PyTree], PyTree] = lambda left: left
+
+
+def _dense(model: Model) -> _Shape:
+    """M as a matrix, S times the parameters: where nothing is known of its sparsity."""
     state_size = cuts.layout(model.cell, model.cell.cuts["state"]).state_size
+    factored = "preactivation" in model.cell.cuts  # else the reverse pass adds up, and keeps nothing of a step
 
-    def asks(memory: PyTree, noise: None) -> Float[Array, "S S"]:
-        return jnp.eye(state_size, dtype=real_dtype(memory))
+    def move(back: Float[Array, "b S S"], memory: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: jnp.einsum("bst,bt...->bs...", back, leaf), memory)
 
-    def advance(shared: PyTree, memory: PyTree, noise: None, crossing: Crossing) -> tuple[PyTree, dict[str, Array]]:
-        moved = jax.tree.map(lambda leaf: jnp.einsum("bst,bt...->bs...", crossing.back, leaf), memory)
-        return add_pulled(cleared(crossing.reset, moved), crossing.pulled), {}
-
-    def older(memory: PyTree, dl_dstart: Float[Array, "b S"]) -> PyTree:
+    def contract(memory: PyTree, dl_dstart: Float[Array, "b S"]) -> PyTree:
         mean = dl_dstart / len(dl_dstart)
         return jax.tree.map(lambda leaf: jnp.tensordot(mean, leaf, axes=2), memory)
 
-    def block(params: PyTree, length: int) -> int:
-        return steps_at_once(params, state_size, length)
+    return _Shape(
+        zeros=lambda params: zero_each(params, state_size),
+        cotangents=lambda dtype: jnp.eye(state_size, dtype=dtype),
+        move=move,
+        contract=contract,
+        steps_at_once=lambda params, length: steps_at_once(params, state_size, length) if factored else None,
+    )
 
-    factored = "preactivation" in model.cell.cuts  # else the reverse pass adds up, and keeps nothing of a step
-    if not factored:
-        return Across(empty_jacobian(state_size), asks, advance, older)
-    across = Across(empty_jacobian(state_size), asks, advance, older, block=block)
-    return across._replace(spread=by_features(across))
 
-
-def _in_shape(reach: Reach) -> Across:
+def _sparse(reach: Reach) -> _Shape:
     """M where it can be non-zero: of a diagonal recurrence no more than a number or two for each parameter."""
 
-    def init(params: PyTree, state: PyTree) -> PyTree:
-        del state
-        return sparse_influence.zeros(reach, params)
-
-    def asks(memory: PyTree, noise: None) -> Float[Array, "R S"]:
-        return sparse_influence.colour_vectors(reach, real_dtype(memory))
-
-    def advance(shared: PyTree, memory: PyTree, noise: None, crossing: Crossing) -> tuple[PyTree, dict[str, Array]]:
-        moved = cleared(crossing.reset, sparse_influence.move(reach, crossing.back, memory))
-        return add_pulled(moved, crossing.pulled), {}
-
-    def older(memory: PyTree, dl_dstart: Float[Array, "b S"]) -> PyTree:
+    def contract(memory: PyTree, dl_dstart: Float[Array, "b S"]) -> PyTree:
         return sparse_influence.contract(reach, dl_dstart / len(dl_dstart), memory)
 
-    def block(params: PyTree, length: int) -> int:
-        return steps_at_once(params, reach.vectors, length)
+    return _Shape(
+        zeros=lambda params: sparse_influence.zeros(reach, params),
+        cotangents=lambda dtype: sparse_influence.colour_vectors(reach, dtype),
+        move=lambda back, memory: sparse_influence.move(reach, back, memory),
+        contract=contract,
+        steps_at_once=lambda params, length: steps_at_once(params, reach.vectors, length),
+        pick=lambda left: sparse_influence.pick(reach, left),
+    )
 
-    pick = functools.partial(sparse_influence.pick, reach)
-    across = Across(init, asks, advance, older, block=block, pick=pick)
-    return across._replace(spread=by_features(across))
 
+def rtrl_by_steps(model: Model) -> GradientEstimator:
+    """The recursion as it was published, M_t = (dh_t/dh_{t-1}) M_{t-1} + dh_t/dθ_t: the same gradient for S² P a step.
 
-def _stepwise(model: Model) -> Influence:
-    """M advanced at every step. At preactivations dh_t/dθ_t = (dh_t/dz_t) ⊗ a_t^T is added without being built."""
-    vertex = model.cell.cuts["preactivation" if "preactivation" in model.cell.cuts else "state"]
-    layout = cuts.layout(model.cell, vertex)
+    At preactivations dh_t/dθ_t = (dh_t/dz_t) ⊗ a_t^T is added without being built.
+    """
+    model = worked(model)
+    cut = model.cell.cuts["preactivation" if "preactivation" in model.cell.cuts else "state"]
+    layout = cuts.layout(model.cell, cut)
+
+    def init(params: Params) -> EstimatorState:
+        return EstimatorState(model.init_state(params), zero_each(params.cell, layout.state_size), ())
 
     def advance(
         shared: PyTree, memory: PyTree, step: Step, noise: PyTree, dl_dstate: Array
@@ -139,17 +178,8 @@ def _stepwise(model: Model) -> Influence:
         new = _immediate(step, layout)
         return jax.tree.map(jnp.add, propagate(step, memory, layout.state_size), new), {}
 
-    return Influence(vertex, empty_jacobian(layout.state_size), advance, contract)
-
-
-def empty_jacobian(state_size: int) -> Callable[[PyTree, PyTree], PyTree]:
-    """The `init` of an influence that is a whole matrix: leaves `[S, *shape]` of zeros."""
-
-    def init(params: PyTree, state: PyTree) -> PyTree:
-        del state
-        return zero_each(params, state_size)
-
-    return init
+    run = by_steps(model, cut, init, advance, contract)
+    return estimator(Method(name="rtrl_by_steps", model=model, init=init, run=run))
 
 
 def propagate(step: Step, jacobian: PyTree, state_size: int) -> PyTree:

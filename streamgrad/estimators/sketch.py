@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
-from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
+from streamgrad.base import EstimatorState, GradientEstimator, Model, Params, real_dtype, worked
 from streamgrad.checks import check_at_most, check_size, find_cut
-from streamgrad.contract import label_of
-from streamgrad.engine.by_steps import online
+from streamgrad.engine.by_steps import by_steps
+from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
 from streamgrad.step.jacobian_sparsity import find_pattern
@@ -78,7 +79,7 @@ def sketch(model: Model, rank: int | None = None, append: int | None = None) -> 
       >>> params = model.init(jax.random.key(0))
       >>> est = sg.sketch(model, rank=2)
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> grads, state, info = est.update(params, est.init(params), chunk, None)
+      >>> grads, state, info = est.update(params, est.init(params), chunk)
       >>> state.memory.near["gates"].shape, state.memory.right["gates"].shape
       ((1, 8, 7), (2, 8, 7))
       >>> bool(jnp.all(info.diagnostics["certificate"] >= info.diagnostics["discarded"]))
@@ -88,6 +89,7 @@ def sketch(model: Model, rank: int | None = None, append: int | None = None) -> 
       Yi and Wang, Certified low-rank real-time recurrent learning for dense recurrent neural networks, 2026, for tanh
       networks. There ‖A_t‖ is min(‖A_t‖_F, √(‖A_t‖_1 ‖A_t‖_∞)); the spectral norm, which is taken here, is no larger.
     """
+    model = worked(model)
     vertex = find_cut(model, "preactivation")
     layout = cuts.layout(model.cell, vertex)
     size = layout.state_size
@@ -105,13 +107,13 @@ def sketch(model: Model, rank: int | None = None, append: int | None = None) -> 
     tables = [_near(reached) for reached in by_matrix(pattern.cut, layout.rows)]
     in_two = fresh < size and 0 < terms < size  # what is new is cut down before it is added
 
-    def init(params: PyTree, state: PyTree) -> SketchMemory:
-        del state
-        leaves, structure = jax.tree.flatten(params)
+    def init(params: Params) -> EstimatorState:
+        leaves, structure = jax.tree.flatten(params.cell)
         near = [jnp.zeros((len(table.units), *w.shape), w.dtype) for table, w in zip(tables, leaves, strict=True)]
-        dtype = real_dtype(params)
-        left = jnp.zeros((size, terms), dtype)
-        return SketchMemory(structure.unflatten(near), left, zero_each(params, terms), jnp.zeros((), dtype))
+        dtype = real_dtype(params.cell)
+        left, right = jnp.zeros((size, terms), dtype), zero_each(params.cell, terms)
+        memory = SketchMemory(structure.unflatten(near), left, right, jnp.zeros((), dtype))
+        return EstimatorState(model.init_state(params), memory, ())
 
     def advance(
         shared: PyTree, memory: SketchMemory, step: Step, noise: None, dl_dstate: Array
@@ -155,9 +157,9 @@ def sketch(model: Model, rank: int | None = None, append: int | None = None) -> 
         ]
         return jax.tree.structure(after.near).unflatten(found)
 
-    return online(
-        model, Influence(vertex, init, advance, contract), label=label_of("sketch", rank=terms, append=append)
-    )
+    run = by_steps(model, vertex, init, advance, contract)
+    options = {"rank": terms, "append": append}
+    return estimator(Method(name="sketch", options=options, model=model, init=init, run=run))
 
 
 class Near(NamedTuple):

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import GradientEstimator, Influence, Model, real_dtype
+from streamgrad.base import EstimatorState, GradientEstimator, Model, Params, real_dtype, worked
 from streamgrad.checks import check_choice, check_size, find_cut
-from streamgrad.contract import label_of
 from streamgrad.engine import sparse_influence
-from streamgrad.engine.by_steps import online
+from streamgrad.engine.by_steps import by_steps
 from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method, as_batch, only_stream
 from streamgrad.engine.row_influence import by_own_units
-from streamgrad.estimators.rtrl import rtrl
+from streamgrad.estimators.rtrl import rtrl_method
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
 from streamgrad.step.influence_sparsity import Reach, compose, shape_of
@@ -22,7 +22,7 @@ from streamgrad.step.jacobian_sparsity import find_pattern
 from streamgrad.step.row_units import find_local, reached_within
 
 
-def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunks") -> GradientEstimator:
+def snap(model: Model, order: int = 1, inside: str = "estimated") -> GradientEstimator:
     """SnAp-n: the influence M = dh/dθ, kept at the entries that are non-zero after n steps.
 
         M_t = mask ⊙ ((dh_t/dh_{t-1}) M_{t-1} + dh_t/dθ_t),    dL/dθ = Σ_t (dL_t/dh_t) M_t
@@ -36,11 +36,9 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
     Args:
       model: the model whose gradients are estimated; its cell must have the cut "preactivation".
       order: n.
-      inside: "steps" as published; or "backprop", in which losses reach back exactly to the chunk's beginning, and
-        through M beyond.
-      form: how it is computed, not what: "chunks", where each row of weights has few units, as with n = 1 (an
-        element-wise recursion over the chunk and one matrix product); or "steps", as published. Cells in which a
-        preactivation is made of another one, and patterns that are wide, are computed by steps always.
+      inside: of the chunk itself, "estimated" as published; or "backprop": losses reach back exactly to the chunk's
+        beginning, and through M beyond. For cells in which each row of weights enters few units and no preactivation is
+        made of another one.
 
     Returns:
       The estimator. With n = 1 memory is P for each unit that a row of weights enters (an LSTM's: two, but one for its
@@ -53,7 +51,7 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
       >>> params = model.init(jax.random.key(0))
       >>> est = sg.snap(model)
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> grads, state, info = est.update(params, est.init(params), chunk, None)
+      >>> grads, state, info = est.update(params, est.init(params), chunk)
       >>> [[place.shape for place in block] for block in state.memory]
       [[(12, 7), (12, 7)], [(4, 7)]]
 
@@ -61,24 +59,24 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
       Menick, Elsen, Evci, Osindero, Simonyan and Graves, A practical sparse approximation for real time recurrent
       learning, 2020.
     """
+    model = worked(model)
     find_cut(model, "preactivation")
     check_size(order=order)
-    check_choice("inside", inside, ("steps", "backprop"))
-    check_choice("form", form, ("chunks", "steps"))
-    label = label_of("snap", order=order, inside=inside, form=None if form == "chunks" else form)
-    if form == "chunks":
-        if is_exact(model, order):
-            return dataclasses.replace(rtrl(model), label=label)
-        local = find_local(model, order)
-        if local is not None:
-            return estimator(model, by_own_units(model, local, inside), label=label)
+    check_choice("inside", inside, ("estimated", "backprop"))
+    options = {"order": order, "inside": inside}
+    if is_exact(model, order):
+        return estimator(dataclasses.replace(rtrl_method(model), name="snap", options=options))
+    units = find_local(model, order)
+    if units is not None:
+        init, run = by_own_units(model, units, inside)
+        return estimator(Method(name="snap", options=options, model=model, init=init, run=run, watchable=True))
     if inside == "backprop":
         raise ValueError(
-            "snap(inside='backprop') needs the form 'chunks', and a cell in which each row of weights enters few units "
-            "and no preactivation is made of another one, such as vanilla, lstm or gru in one layer: for stacks and "
-            "encoders use rtrl or local_rtrl, or snap with inside='steps'."
+            "snap(inside='backprop') needs a cell in which each row of weights enters few units and no preactivation "
+            "is made of another one, such as vanilla, lstm or gru in one layer: for stacks and encoders use rtrl or "
+            "local_rtrl, or snap with inside='estimated'."
         )
-    return online(model, _stepwise(model, _mask(model, order)), label=label)
+    return snap_by_steps(model, order)
 
 
 def is_exact(model: Model, order: int) -> bool:
@@ -101,14 +99,15 @@ def _mask(model: Model, order: int) -> Reach:
     return shape_of(reached_within(pattern, still, order), pattern.state, cuts.preactivation_rows(model.cell))
 
 
-def _stepwise(model: Model, reach: Reach) -> Influence:
-    """M masked at every step, from whole Jacobians."""
-    vertex = model.cell.cuts["preactivation"]
-    layout = cuts.layout(model.cell, vertex)
+def snap_by_steps(model: Model, order: int = 1) -> GradientEstimator:
+    """M masked at every step, from whole Jacobians, as it was published; for any cell and pattern."""
+    model = worked(model)
+    reach = _mask(model, order)
+    cut = model.cell.cuts["preactivation"]
+    layout = cuts.layout(model.cell, cut)
 
-    def init(params: PyTree, state: PyTree) -> PyTree:
-        del state
-        return sparse_influence.zeros(reach, params)
+    def init(params: Params) -> EstimatorState:
+        return EstimatorState(model.init_state(params), sparse_influence.zeros(reach, params.cell), ())
 
     def advance(
         shared: PyTree, memory: PyTree, step: Step, noise: PyTree, dl_dstate: Array
@@ -117,16 +116,17 @@ def _stepwise(model: Model, reach: Reach) -> Influence:
         dtype = real_dtype(step.state)
         jacobian = jax.vmap(step.propagate)(jnp.eye(layout.state_size, dtype=dtype)).T
         pushed = jax.vmap(step.push)(jnp.eye(layout.size, dtype=dtype)).T  # dh_t/dz_t
-        entries = sparse_influence.pick(
-            reach, jax.tree.map(lambda leaf: leaf[None, None], jax.vmap(step.unravel)(pushed))
-        )
-        one = jax.tree.map(lambda leaf: leaf[None], memory)
-        moved = jax.tree.map(lambda leaf: leaf[0], sparse_influence.move(reach, jacobian[None], one))
-        moved = sparse_influence.kept(reach, moved)  # what all rows have in common is moved for all of them
+        by_row = jax.tree.map(lambda leaf: leaf[None, None], jax.vmap(step.unravel)(pushed))
+        entries = sparse_influence.pick(reach, by_row)
+        moved = only_stream(sparse_influence.move(reach, jacobian[None], as_batch(memory)))
+        moved = sparse_influence.kept(reach, moved)  # units that all rows share are moved for all of them
         return jax.tree.map(lambda m, i, a: m + i[0, 0][:, :, None] * a[None, None], moved, entries, step.features), {}
 
     def contract(before: PyTree, after: PyTree, step: Step, dl_dstate: Float[Array, " S"]) -> PyTree:
         del before, step
-        return sparse_influence.contract(reach, dl_dstate[None], jax.tree.map(lambda leaf: leaf[None], after))
+        return sparse_influence.contract(reach, dl_dstate[None], as_batch(after))
 
-    return Influence(vertex, init, advance, contract)
+    run = by_steps(model, cut, init, advance, contract)
+    return estimator(
+        Method(name="snap", options={"order": order, "inside": "estimated"}, model=model, init=init, run=run)
+    )

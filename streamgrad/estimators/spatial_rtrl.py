@@ -6,16 +6,18 @@ import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, PyTree
-from streamgrad.base import Chunk, GradientEstimator, Influence, Model, real_dtype
+from streamgrad.base import EstimatorState, GradientEstimator, Model, Params, real_dtype, worked
 from streamgrad.checks import find_cut
-from streamgrad.contract import label_of
-from streamgrad.engine.by_steps import online
-from streamgrad.estimators.rtrl import contract, empty_jacobian, propagate
+from streamgrad.engine.by_steps import by_steps
+from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method
+from streamgrad.estimators.rtrl import contract, propagate
 from streamgrad.noise.distributions import Noise, find_noise
 from streamgrad.noise.settings import NoiseSettings
 from streamgrad.noise.shaping import Shaped, check_q0, shape_noise, shaping
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
+from streamgrad.step.weights import zero_each
 
 
 def spatial_rtrl(
@@ -46,13 +48,18 @@ def spatial_rtrl(
       >>> state.memory["w"].shape
       (4, 4, 7)
     """
+    model = worked(model)
     vertex = find_cut(model, cut)
     source = find_noise(noise)
     layout = cuts.layout(model.cell, vertex)
     check_q0(q0, layout.size)
 
-    def shared(params: PyTree) -> NoiseSettings:
-        return NoiseSettings(shaping(q0, real_dtype(params)))
+    def init(params: Params) -> EstimatorState:
+        memory, settings = (
+            zero_each(params.cell, layout.state_size),
+            NoiseSettings(shaping(q0, real_dtype(params.cell))),
+        )
+        return EstimatorState(model.init_state(params), memory, settings)
 
     def draw(shared: NoiseSettings, key: Any, length: int, dtype: Any) -> Shaped:
         return shape_noise(shared.shaping, source.draw(key, (length, layout.size), dtype))
@@ -69,9 +76,14 @@ def spatial_rtrl(
 
         return jax.tree.map(add, propagate(step, memory, layout.state_size), step.pull(noise.left)), {}
 
-    def check(chunk: Chunk, length: int, key: Any) -> None:
-        del chunk, length
-        source.check(key)
-
-    influence = Influence(vertex, empty_jacobian(layout.state_size), advance, contract, draw, shared)
-    return online(model, influence, check, label=label_of("spatial_rtrl", cut=cut))
+    return estimator(
+        Method(
+            name="spatial_rtrl",
+            options={"cut": cut, "q0": q0},
+            model=model,
+            init=init,
+            run=by_steps(model, vertex, init, advance, contract),
+            draw=draw,
+            check=lambda chunk, length, key: source.check(key),
+        )
+    )

@@ -21,24 +21,24 @@ follow, and as a matrix product every few steps for the rest.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, Cut, EstimatorState, Info, Model, Params, real_dtype
+from streamgrad.base import Chunk, Cut, EstimatorState, Info, Model, Params
 from streamgrad.checks import leading_length
-from streamgrad.engine.chunk_passes import episode_over
-from streamgrad.engine.estimator import Algorithm, Outcome, Seen, restart, sum_over_streams
+from streamgrad.engine.chunk import episode_over, in_stretches
+from streamgrad.engine.method import Outcome, Seen, per_stream, sum_over_streams
 from streamgrad.engine.unroll import unroll
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling, Terms
 from streamgrad.noise.shaping import Shaped
 from streamgrad.step.cuts import linearise
 from streamgrad.step.weights import Outer, add_outer, by_matrix, like_params, project_blocks, sum_blocks, sum_outer
-from streamgrad.trees import cleared
+from streamgrad.trees import cleared, restart
 
 
 class Factors(NamedTuple):
@@ -73,7 +73,6 @@ class Factored:
       cut: its cut at the preactivations.
       groups: must be even.
       rescaling: how γ and β are chosen.
-      draw: UORO's noise.
       init: UORO's state.
       immediate: "estimated" or "exact".
     """
@@ -82,23 +81,21 @@ class Factored:
     cut: Cut
     groups: Groups
     rescaling: Rescaling
-    draw: Callable[..., Shaped]
     init: Callable[[Params], EstimatorState]
     immediate: str
 
-    def algorithm(self) -> Algorithm:
-        """As `streamgrad.engine.estimator` takes it."""
-        return Algorithm(self.init, self.run, self.total)
+    @property
+    def run(self) -> Callable[..., Outcome]:
+        """`Method.run`."""
+        return per_stream(self.one, self.total)
 
-    def run(self, params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
+    def one(self, params: Params, state: EstimatorState, chunk: Chunk, noise: Shaped) -> Outcome:
         """A chunk of one stream."""
         length = leading_length(chunk, "time")
-        noise = self.draw(state.shared, key, length, real_dtype(params.cell))
-        (cell_state, memory), kept = in_blocks(
+        (cell_state, memory), kept = in_stretches(
             lambda carry, steps: self._block(params, state.shared.alpha, carry, steps),
             (state.cell, state.memory),
             (chunk.inputs, chunk.reset, noise),
-            length,
             block_length(length, noise.left.shape[1]) if self.rescaling.uses_norms else length,
         )
         loss, head_grads, dl_dstate = self.model.read_out_chunk(params.head, kept["state"], chunk.targets)
@@ -112,12 +109,12 @@ class Factored:
         begins = None if chunk.reset is None else chunk.reset[0]
         cotangent = cleared(begins, state.memory.cotangent)  # its weight is zero, but it may have gone to NaN
         factors = Factors(weight, cotangent, Outer(like_params(params.cell, left), features))
-        info = Info(loss, {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]})
-        seen = Seen(jax.vmap(lambda state: ravel_pytree(state)[0])(kept["state"]), dl_dstate)
         outputs = jax.vmap(self.model.cell.output)(kept["state"])
-        return Outcome((factors, head_grads), EstimatorState(cell_state, memory, state.shared), info, seen, outputs)
+        info = Info(loss, {"gamma": kept["scales"][:, 0], "beta": kept["scales"][:, 1]}, outputs)
+        seen = Seen(jax.vmap(lambda state: ravel_pytree(state)[0])(kept["state"]), dl_dstate)
+        return Outcome(Params(factors, head_grads), EstimatorState(cell_state, memory, state.shared), info, seen)
 
-    def total(self, summands: tuple[Factors, PyTree]) -> Params:
+    def total(self, summands: Params) -> Params:
         """The gradient, summed over streams."""
         factors, head_grads = summands
         past = sum_blocks(factors.cotangent, [factors.weights[:, members] for members in self.groups.of_matrix()])
@@ -133,12 +130,8 @@ class Factored:
             ahead, known = _known_ahead(self.groups, noise.left, memory.cotangent)
             few = min(few, FEW)
         begin = (cell_state, memory.tangent, memory.rescaling, memory.square_norm, ahead, jnp.zeros((), jnp.int32))
-        end, kept = in_blocks(
-            lambda carry, steps: self._few(params, alpha, carry, steps),
-            begin,
-            (inputs, reset, noise.right, known),
-            len(noise.left),
-            few,
+        end, kept = in_stretches(
+            lambda carry, steps: self._few(params, alpha, carry, steps), begin, (inputs, reset, noise.right, known), few
         )
         cell_state, tangent, remembered = end[:3]
         sigma, c = _left_at_the_end(*_cotangent_scales(kept["scales"], reset))
@@ -318,23 +311,6 @@ def _write(
     """σ w̃_0 + Σ_s c_s v_s a_s^T, row by row with the coefficients of its group."""
     scaled = by_matrix(left * c[:, groups.index], groups.rows)
     return add_outer(groups.scale(cotangent, sigma), scaled, features)
-
-
-def in_blocks(advance: Callable, carry: PyTree, steps: PyTree, length: int, size: int) -> tuple[PyTree, PyTree]:
-    """`advance(carry, steps)` over stretches of `size` steps, the last one possibly shorter; results joined in time."""
-    whole = length - length % size
-    results = []
-    if whole == size:
-        carry, kept = advance(carry, jax.tree.map(lambda leaf: leaf[:size], steps))
-        results.append(kept)
-    elif whole:
-        stretches = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, size, *leaf.shape[1:]), steps)
-        carry, kept = jax.lax.scan(advance, carry, stretches)
-        results.append(jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), kept))
-    if whole < length:
-        carry, kept = advance(carry, jax.tree.map(lambda leaf: leaf[whole:], steps))
-        results.append(kept)
-    return carry, jax.tree.map(lambda *parts: parts[0] if len(parts) == 1 else jnp.concatenate(parts), *results)
 
 
 def _immediate(

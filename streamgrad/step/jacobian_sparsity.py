@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import primitives as p
 
 from streamgrad._typing import Bool, PyTree
-from streamgrad.base import Model, Params, widened
+from streamgrad.base import Model, Params, given, widened
 from streamgrad.step.jaxpr_reader import Op, Program, read, split_primitive, stack_primitive
 from streamgrad.step.matvec import still as still_products
 
@@ -127,11 +127,12 @@ def _derivative(model: Model, still: bool) -> Program | None:
 
 def _known_zeros(model: Model) -> list[np.ndarray | None]:
     """For each weight matrix where it can be non-zero; None for everywhere. Masks in front of weights are seen."""
-    worked = model.given.worked
+    user = given(model)
+    worked = user.cell.worked
     if worked is None:
         return [None for _ in jax.tree.leaves(shapes_of(model)[0])]
-    given = jax.eval_shape(model.given.init_params, jax.eval_shape(lambda: jax.random.key(0)))
-    program = read(worked.weights, given)
+    params = jax.eval_shape(user.cell.init_params, jax.eval_shape(lambda: jax.random.key(0)))
+    program = read(worked.weights, params)
     known = dict(program.constants)
     masks: dict[int, np.ndarray] = {}
     for op in program.ops:

@@ -14,14 +14,14 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, Model, Params, fold_weight, widened
+from streamgrad.base import Chunk, Model, Params, fold_weight, transition, widened
 from streamgrad.checks import check_at_most, check_chunk, check_own_matrices, check_params, check_size
-from streamgrad.engine.estimator import restart, transition
 from streamgrad.estimators.uoro_across import block_of_unit
 from streamgrad.noise.groups import Groups
 from streamgrad.theory.episode import Episode
 from streamgrad.theory.objective import total_variance
 from streamgrad.theory.spatial import make_alpha
+from streamgrad.trees import restart
 
 
 def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> Episode:

@@ -12,9 +12,9 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, Model, Params, fold_weight, widened
 from streamgrad.checks import check_chunk, check_own_matrices, check_params, check_size, find_cut
-from streamgrad.engine.estimator import restart
 from streamgrad.step import cuts
 from streamgrad.theory.tape import Tape, padded_length, same_episode
+from streamgrad.trees import restart
 
 
 @jax.tree_util.register_dataclass

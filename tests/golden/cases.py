@@ -5,27 +5,30 @@ import functools
 import numpy as np
 
 import streamgrad as sg
+from streamgrad.estimators.rtrl import rtrl_by_steps
+from streamgrad.estimators.snap import snap_by_steps
+from streamgrad.estimators.uoro import uoro_plain
 from tests.cells.libraries import have
 from tests.tools import nested_cell, random_alpha, random_q0
 
 ESTIMATORS = {
     "bptt": lambda m: sg.bptt(m),
     "bptt recompute": lambda m: sg.bptt(m, recompute=2),
-    "window 3": lambda m: sg.tbptt(m, window=3),
-    "window 4 every 2": lambda m: sg.tbptt(m, window=4, every=2),
-    "window 3 replay": lambda m: sg.tbptt(m, window=3, replay=True),
+    "window 3": lambda m: sg.windowed_bptt(m, window=3),
+    "window 4 every 2": lambda m: sg.windowed_bptt(m, window=4, every=2),
+    "window 3 replay": lambda m: sg.windowed_bptt(m, window=3, replay=True),
     "artbp": lambda m: sg.artbp(m, mean_length=2, tail=None, longest=8),
     "artbp tail": lambda m: sg.artbp(m, mean_length=3, tail=4),
     "dni": lambda m: sg.dni(m),
     "dni discount": lambda m: sg.dni(m, learning_rate=0.5, discount=0.5),
     "immediate": lambda m: sg.immediate(m),
     "rtrl": lambda m: sg.rtrl(m),
-    "rtrl by steps": lambda m: sg.rtrl(m, form="steps"),
+    "rtrl by steps": lambda m: rtrl_by_steps(m),
     "local_rtrl": lambda m: sg.local_rtrl(m),
     "snap 1": lambda m: sg.snap(m),
     "snap 2": lambda m: sg.snap(m, order=2),
     "snap backprop": lambda m: sg.snap(m, inside="backprop"),
-    "snap by steps": lambda m: sg.snap(m, form="steps"),
+    "snap by steps": lambda m: snap_by_steps(m),
     "eprop": lambda m: sg.eprop(m),
     "eprop random": lambda m: sg.eprop(m, feedback="random", seed=3),
     "rflo": lambda m: sg.rflo(m, feedback="symmetric"),
@@ -39,7 +42,7 @@ ESTIMATORS = {
     "spatial params": lambda m: sg.spatial_rtrl(m, cut="params"),
     "spatial preactivation": lambda m: sg.spatial_rtrl(m),
     "uoro": lambda m: sg.uoro(m),
-    "uoro plain": lambda m: sg.uoro(m, form="plain"),
+    "uoro plain": lambda m: uoro_plain(m),
     "uoro state": lambda m: sg.uoro(m, cut="state"),
     "uoro params": lambda m: sg.uoro(m, cut="params"),
     "uoro groups": lambda m: sg.uoro(m, groups=4),
@@ -48,14 +51,14 @@ ESTIMATORS = {
     "uoro alpha": lambda m: sg.uoro(m, rescale=random_alpha(15)),
     "uoro gaussian": lambda m: sg.uoro(m, noise="gaussian"),
     "uoro exact": lambda m: sg.uoro(m, immediate="exact"),
-    "uoro plain exact": lambda m: sg.uoro(m, immediate="exact", form="plain"),
-    "uoro q0": lambda m: sg.uoro(m, q0=random_q0(sg.cuts.layout(m.cell, m.cell.cuts["preactivation"]).size)),
+    "uoro plain exact": lambda m: uoro_plain(m, immediate="exact"),
+    "uoro q0": lambda m: sg.uoro(m, q0=random_q0(_size(m, "preactivation"))),
     "uoro diagonal q0": lambda m: sg.uoro(m, cut="state", q0=_diagonal(m)),
-    "across": lambda m: sg.uoro(m, inside="backprop"),
-    "across blocks": lambda m: sg.uoro(m, inside="backprop", blocks=2),
-    "across shrink": lambda m: sg.uoro(m, inside="backprop", shrink=0.5),
-    "across auto": lambda m: sg.uoro(m, inside="backprop", shrink="auto"),
-    "across none": lambda m: sg.uoro(m, inside="backprop", rescale="none"),
+    "across": lambda m: sg.uoro_across(m),
+    "across blocks": lambda m: sg.uoro_across(m, blocks=2),
+    "across shrink": lambda m: sg.uoro_across(m, shrink=0.5),
+    "across auto": lambda m: sg.uoro_across(m, shrink="auto"),
+    "across none": lambda m: sg.uoro_across(m, rescale="none"),
     "preuoro": lambda m: sg.preuoro(m),
     "preuoro exact": lambda m: sg.preuoro(m, immediate="exact"),
     "preuoro greedy": lambda m: sg.preuoro(m, rescale="greedy"),
@@ -72,7 +75,12 @@ ESTIMATORS = {
 
 
 def _diagonal(model: sg.Model) -> np.ndarray:
-    return 1 + np.arange(sg.cuts.layout(model.cell, model.cell.cuts["state"]).size) / 7
+    return 1 + np.arange(_size(model, "state")) / 7
+
+
+def _size(model: sg.Model, cut: str) -> int:
+    cell = sg.worked(model).cell
+    return sg.cuts.layout(cell, cell.cuts[cut]).size
 
 
 def _flax():
@@ -114,10 +122,10 @@ CELLS = {
 
 
 # Cells of every kind of program get all estimators, the others the main ones.
-WHOLE = ("gru", "lstm", "stack", "nested", "lru")
+WHOLE = ("gru", "stack", "nested", "lru")
 MAIN = (
-    "bptt", "window 3", "artbp", "dni", "immediate", "rtrl", "local_rtrl", "snap 1", "snap 2", "snap backprop", "eprop random",
-    "rflo random", "ok 2", "sketch", "uoro", "uoro state", "uoro groups", "across blocks", "preuoro", "reinforce",
+    "bptt", "window 3", "artbp", "dni", "immediate", "rtrl", "local_rtrl", "snap 1", "snap 2", "snap backprop",
+    "eprop random", "rflo random", "ok 2", "sketch", "uoro", "uoro state", "uoro groups", "across blocks", "preuoro", "reinforce",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Truncated backpropagation through time, across chunks: BPTT(h; h') with any h and h', rolling windows among them."""
+"""Backpropagation through a window of steps, across chunks: BPTT(h; h') with any h and h', rolling windows among them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,14 +10,15 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Int, PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
-from streamgrad.checks import check_flag, check_model, check_size, leading_length
-from streamgrad.contract import label_of
-from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, worked
+from streamgrad.checks import check_flag, check_size, leading_length
+from streamgrad.engine.estimator import estimator
+from streamgrad.engine.method import Method, Outcome, per_stream, sum_over_streams
 from streamgrad.engine.stored_steps import as_stored, forgotten, latest, no_inputs
-from streamgrad.step.weights import Outer, sum_outer, zero_rows
+from streamgrad.estimators.bptt import sum_factors
+from streamgrad.step.weights import Outer, zero_rows
 from streamgrad.step.window_copies import in_copies
-from streamgrad.trees import cleared
+from streamgrad.trees import cleared, restart, same_dtype
 
 
 class Past(NamedTuple):
@@ -36,7 +37,7 @@ class Past(NamedTuple):
     steps: Int[Array, ""]
 
 
-def tbptt(model: Model, window: int, every: int = 1, replay: bool = False) -> GradientEstimator:
+def windowed_bptt(model: Model, window: int, every: int = 1, replay: bool = False) -> GradientEstimator:
     """The losses of each block of `every` steps go back together, through the last `window` steps of the stream.
 
         Σ_t Σ_{e(t) - window < s <= t} dL_t/dθ_s,    e(t) the last step of the block that t is in
@@ -71,9 +72,9 @@ def tbptt(model: Model, window: int, every: int = 1, replay: bool = False) -> Gr
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.squared_error(1))
       >>> params = model.init(jax.random.key(0))
-      >>> est = sg.tbptt(model, window=6, every=2)
+      >>> est = sg.windowed_bptt(model, window=6, every=2)
       >>> chunk = sg.Chunk(jnp.ones((2, 2)), jnp.zeros((2, 1)))  # two steps at a time
-      >>> grads, state, info = est.update(params, est.init(params), chunk, key=None)
+      >>> grads, state, info = est.update(params, est.init(params), chunk)
       >>> state.memory.inputs.shape
       (4, 2)
 
@@ -81,7 +82,7 @@ def tbptt(model: Model, window: int, every: int = 1, replay: bool = False) -> Gr
       Williams and Peng, An efficient gradient-based algorithm for on-line training of recurrent network
       trajectories, 1990: BPTT(h; h') with h = window, h' = every.
     """
-    check_model(model)
+    model = worked(model)
     check_size(window=window, every=every)
     check_flag(replay=replay)
     if window < every:
@@ -91,20 +92,29 @@ def tbptt(model: Model, window: int, every: int = 1, replay: bool = False) -> Gr
         )
     if model.cell.example_input is None and window > every:
         raise ValueError(
-            "tbptt stores inputs across chunks: give cells.from_function an example_input, one x or its shape."
+            "windowed_bptt stores inputs across chunks: give cells.from_function an example_input, one x or its shape."
         )
     # As Python's own numbers: a caller's may be numpy's, of any width.
-    algorithm = _Truncated(model, int(window), int(every), replay).algorithm()
-    return estimator(model, algorithm, label=label_of("tbptt", window=window, every=every, replay=replay or None))
+    parts = _Windows(model, int(window), int(every), replay)
+    return estimator(
+        Method(
+            name="windowed_bptt",
+            options={"window": window, "every": every, "replay": replay or None},
+            model=model,
+            init=parts.init,
+            run=per_stream(parts.run, sum_factors if parts.outer else sum_over_streams),
+            check=parts.check,
+        )
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Truncated:
-    """The algorithm for one stream.
+class _Windows:
+    """The method's functions, for one stream.
 
     Attributes:
       model: the model whose gradients are estimated.
-      window: as in `tbptt`.
+      window: as in `windowed_bptt`.
       every: likewise.
       replay: likewise.
     """
@@ -123,10 +133,6 @@ class _Truncated:
     def outer(self) -> bool:
         """Whether the weights' gradient is a product of displacements and features, one for all steps, as in `bptt`."""
         return "preactivation" in self.model.cell.cuts
-
-    def algorithm(self) -> Algorithm:
-        """As `streamgrad.engine.estimator` takes it."""
-        return Algorithm(self.init, self.run, _sum_outer_products if self.outer else sum_over_streams, self.check)
 
     def check(self, chunk: Chunk, length: int, key: Any) -> None:
         """A chunk is made of whole blocks."""
@@ -153,9 +159,9 @@ class _Truncated:
         )
         return EstimatorState(state, past, ())
 
-    def run(self, params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
+    def run(self, params: Params, state: EstimatorState, chunk: Chunk, noise: None) -> Outcome:
         """A chunk: forward through stored steps and its own, then back."""
-        del key
+        del noise
         length = leading_length(chunk, "time")
         if self.kept:
             # What an episode that is over has left, perhaps NaN, is not looked at again.
@@ -169,11 +175,10 @@ class _Truncated:
         )
         loss, head_grads, dl_dstate = self.model.read_out_chunk(params.head, after, chunk.targets)
         (cell_grads,) = pull(jax.vmap(ravel_pytree(end)[1])(dl_dstate))
-        summands = Params(cell_grads, head_grads)
         if self.outer:
-            summands = ([Outer(dz, a) for dz, a in zip(cell_grads, features, strict=True)], head_grads)
-        outputs = jax.vmap(self.model.cell.output)(after)
-        return Outcome(summands, EstimatorState(end, memory, ()), Info(loss, {}), outputs=outputs)
+            cell_grads = [Outer(dz, a) for dz, a in zip(cell_grads, features, strict=True)]
+        info = Info(loss, {}, jax.vmap(self.model.cell.output)(after))
+        return Outcome(Params(cell_grads, head_grads), EstimatorState(end, memory, ()), info)
 
     def _forward(
         self, params: Params, displaced: PyTree, state: EstimatorState, chunk: Chunk, length: int
@@ -307,7 +312,7 @@ def _windows(length: int, window: int, every: int) -> tuple[np.ndarray, np.ndarr
 
     Args:
       length: of the chunk.
-      window: as in `tbptt`.
+      window: as in `windowed_bptt`.
       every: likewise.
 
     Returns:
@@ -341,8 +346,3 @@ def _no_derivative(state: PyTree, copies: int) -> PyTree:
     """Copies of the state to begin with, which depend on nothing; a single one has no axis."""
     axes = (copies,) if copies > 1 else ()
     return jax.tree.map(lambda leaf: jnp.zeros((*axes, *leaf.shape), leaf.dtype), state)
-
-
-def _sum_outer_products(summands: tuple[list[Outer], PyTree]) -> Params:
-    parts = [sum_outer(part) for part in summands[0]]
-    return Params(jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts), sum_over_streams(summands[1]))
