@@ -60,14 +60,14 @@ class Back(NamedTuple):
     Attributes:
       inside: the cell's gradient by backpropagation inside the chunk, summed over streams and time.
       dl_dstart: dL_chunk/dh_0.
-      asked: v Φ for each vector v that was sent back from the chunk's end.
-      pulled: v Σ_s G_s J_s for each of them, leaves `[b, R, *shape]`; at preactivations in factors, `left[K, b, R, rows]`
-        and `right[K, b, A]` of each weight matrix, time first as the reverse pass writes them.
+      asked: v Φ for each vector v that was sent back from the chunk's end, `[b, R, S]`; None where there was none.
+      pulled: v Σ_s G_s J_s for each of them, leaves `[b, R, *shape]`; at preactivations in factors,
+        `left[K, b, R, rows]` and `right[K, b, A]` of each weight matrix, time first as the reverse pass writes them.
     """
 
     inside: PyTree
     dl_dstart: Float[Array, "B S"]
-    asked: Float[Array, "b R S"] | None
+    asked: PyTree
     pulled: PyTree
 
 

@@ -137,7 +137,7 @@ ROWS = (
     ),
     Row(
         "uoro_across", uoro_across, "unbiased", "R P", "R P", (),
-        "backpropagation in the chunk, a product of two vectors across chunks; `blocks=R` products trade time for variance",
+        "backpropagation in the chunk, across chunks a product of two vectors, or `blocks=R` of them for less variance",
         variants=(MappingProxyType({"blocks": 8}), MappingProxyType({"shrink": "auto"})),
     ),
     Row(
