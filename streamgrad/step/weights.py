@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
+from streamgrad.step.platform import by_platform
 
 
 class Outer(NamedTuple):
@@ -165,22 +166,26 @@ def add_pulled(matrices: PyTree, pulled: PyTree) -> PyTree:
     if not isinstance(pulled, Outer):
         return jax.tree.map(jnp.add, matrices, pulled)
 
-    def add(matrix: Array, left: Float[Array, "K b S rows"], right: Float[Array, "K b A"]) -> Array:
+    def at_once(matrix: Array, left: Float[Array, "K b S rows"], right: Float[Array, "K b A"]) -> Array:
+        return matrix + jnp.einsum("kbsn,kba->bsna", left, right)
+
+    def in_parts(matrix: Array, left: Array, right: Array) -> Array:
         size = matrix.shape[1]
+        length = size // max(n for n in range(1, 17) if size % n == 0)
+
+        def one(i: Array, matrix: Array) -> Array:
+            at = i * length
+            rows = jax.lax.dynamic_slice_in_dim(matrix, at, length, axis=1)
+            rows = at_once(rows, jax.lax.dynamic_slice_in_dim(left, at, length, axis=2), right)
+            return jax.lax.dynamic_update_slice_in_dim(matrix, rows, at, axis=1)
+
+        return jax.lax.fori_loop(0, size // length, one, matrix)
+
+    def add(matrix: Array, left: Array, right: Array) -> Array:
+        if matrix.size <= LARGE:
+            return at_once(matrix, left, right)
         # A GPU's product of matrices adds to what is there; a CPU's is made first, and added afterwards.
-        whole = matrix.size <= LARGE or jax.default_backend() == "gpu"
-        parts = 1 if whole else max(n for n in range(1, 17) if size % n == 0)
-        if parts == 1:
-            return matrix + jnp.einsum("kbsn,kba->bsna", left, right)
-
-        def some(i: Array, matrix: Array) -> Array:
-            at = i * (size // parts)
-            few = jax.lax.dynamic_slice_in_dim(left, at, size // parts, axis=2)
-            new = jax.lax.dynamic_slice_in_dim(matrix, at, size // parts, axis=1)
-            new = new + jnp.einsum("kbsn,kba->bsna", few, right)
-            return jax.lax.dynamic_update_slice_in_dim(matrix, new, at, axis=1)
-
-        return jax.lax.fori_loop(0, parts, some, matrix)
+        return by_platform(in_parts, at_once, matrix, left, right)
 
     return jax.tree.map(add, matrices, pulled.left, pulled.right)
 
