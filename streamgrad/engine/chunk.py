@@ -24,7 +24,7 @@ from streamgrad.base import Chunk, EstimatorState, Info, Model, Params, real_dty
 from streamgrad.engine.chunk_passes import backward, forward, read_out
 from streamgrad.engine.collectives import ALONE, Columns, Devices, Spread
 from streamgrad.engine.estimator import Algorithm, Outcome, as_stream
-from streamgrad.step.step_vjp import linear
+from streamgrad.step.step_vjp import step_vjp
 from streamgrad.trees import all_finite, cleared
 
 
@@ -250,7 +250,7 @@ def walk(
 ) -> Walk:
     """Forward through a stretch with the tangents, and back with the losses' cotangent and those asked for."""
     fresh, unravel = ravel_pytree(model.init_state(params))
-    maps = linear(model.cell, params.cell, unravel(fresh), jax.tree.map(lambda leaf: leaf[0, 0], chunk.inputs))
+    maps = step_vjp(model.cell, params.cell, unravel(fresh), jax.tree.map(lambda leaf: leaf[0, 0], chunk.inputs))
     tangents = None if across.tangents is None else jax.vmap(across.tangents)(memory)
     end, moved, states, kept, features = forward(maps, fresh, start, tangents, chunk)
     losses, head, dl_dstate = read_out(model, params, unravel, states, chunk)

@@ -10,8 +10,8 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Model, Params
 from streamgrad.engine.estimator import restart
-from streamgrad.engine.unroll import unroll
-from streamgrad.step.step_vjp import Linear, linear
+from streamgrad.step.platform import unroll
+from streamgrad.step.step_vjp import StepVjp, step_vjp
 
 
 class Flow(NamedTuple):
@@ -30,7 +30,7 @@ class Flow(NamedTuple):
       features: what the weights multiply, `[K, A]`; None where the cell has no preactivations.
     """
 
-    maps: Linear
+    maps: StepVjp
     before: Float[Array, "K S"]
     end: Float[Array, " S"]
     states: PyTree
@@ -74,14 +74,14 @@ def through(
     """
     vector, unravel = ravel_pytree(start)
     fresh = ravel_pytree(model.init_state(params))[0]
-    maps = linear(model.cell, params.cell, start, jax.tree.map(lambda leaf: leaf[0], chunk.inputs))
+    maps = step_vjp(model.cell, params.cell, start, jax.tree.map(lambda leaf: leaf[0], chunk.inputs))
     if factors is None and chunk.reset is not None:
         factors = jnp.where(chunk.reset, 0, jnp.ones_like(vector, shape=chunk.reset.shape))
 
     def forward(vector: Array, now: tuple) -> tuple[Array, tuple]:
         x, reset = now
         before = restart(reset, fresh, vector)
-        new, kept, features = maps.take(before, x)
+        new, kept, features = maps.forward(before, x)
         return new, (before, new, kept, features)
 
     end, (before, after, kept, features) = jax.lax.scan(forward, vector, (chunk.inputs, chunk.reset), unroll=unroll())

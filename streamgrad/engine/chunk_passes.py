@@ -8,20 +8,20 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, Model, Params
 from streamgrad.engine.estimator import restart
-from streamgrad.engine.unroll import unroll
-from streamgrad.step.step_vjp import Linear
+from streamgrad.step.platform import unroll
+from streamgrad.step.step_vjp import StepVjp
 from streamgrad.step.weights import Outer, add_pulled, sum_outer, zero_each
 from streamgrad.trees import cleared
 
 
 def forward(
-    maps: Linear, fresh: Float[Array, " S"], start: Float[Array, "B S"], tangents: Array | None, chunk: Chunk
+    maps: StepVjp, fresh: Float[Array, " S"], start: Float[Array, "B S"], tangents: Array | None, chunk: Chunk
 ) -> tuple[Array, Array | None, Array, PyTree, PyTree]:
     """The state at the end, the tangents there; and of every step the state, what is kept of it, and its features."""
 
     def one(state: Array, x: PyTree, reset: Array | None) -> tuple[Array, tuple]:
         state = restart(reset, fresh, state)
-        new, kept, features = maps.take(state, x)
+        new, kept, features = maps.forward(state, x)
         return new, (new, kept, features)
 
     def along(state: Array, tangents: Array, x: PyTree, reset: Array | None) -> Array:
@@ -51,7 +51,7 @@ def read_out(
 
 
 def backward(
-    maps: Linear,
+    maps: StepVjp,
     kept: PyTree,
     features: PyTree,
     params: PyTree,
@@ -193,7 +193,7 @@ def episode_over(reset: Bool[Array, " *steps"] | None) -> Bool[Array, " *steps"]
 FEW = 1 << 20
 
 
-def _one_step(maps: Linear, together: bool) -> Callable[[tuple, tuple], tuple[tuple, tuple]]:
+def _one_step(maps: StepVjp, together: bool) -> Callable[[tuple, tuple], tuple[tuple, tuple]]:
     """One step back with both kinds of cotangents, `[B, 1, S]` and `[b, R, S]`; `together` only where b is B."""
 
     def pull(kept: PyTree, cotangents: Array, reset: Array | None) -> tuple[Array, PyTree]:

@@ -8,7 +8,8 @@ Read backwards, e_t = dL_t/dh_t + e_{t+1} D_{t+1}, so that dL/dθ = Σ_t (e_t I_
 C_t = C_{t+1} D_{t+1} from C_K = 1 in place of e gives M_K. Nothing of the size of the weights is touched in between,
 and D, e and C are those of a set of units, whichever rows have them.
 
-In this file a list is one over the blocks of rows (`Local.blocks`), or over the tables of sets of units (`Local.sets`).
+In this file a list is one over the ranges of rows (`RowUnits.ranges`), or over the tables of sets of units
+(`RowUnits.by_set`).
 """
 
 from collections.abc import Callable
@@ -25,22 +26,22 @@ from streamgrad.engine.chunk import Across, Crossing, Walk, begun, chunkwise, le
 from streamgrad.engine.chunk_passes import backward, episode_over, forward, read_out
 from streamgrad.engine.estimator import Algorithm
 from streamgrad.engine.row_arrays import Places, advanced, summed, times
-from streamgrad.engine.unroll import unroll
-from streamgrad.step.row_units import Block, Local
-from streamgrad.step.static_gather import take
-from streamgrad.step.step_vjp import Linear, linear
+from streamgrad.step.platform import unroll
+from streamgrad.step.row_units import RowRange, RowUnits
+from streamgrad.step.static_gather import static_gather
+from streamgrad.step.step_vjp import StepVjp, step_vjp
 from streamgrad.step.weights import Outer, sum_outer
 from streamgrad.trees import cleared
 
 Signal = Callable[[Params, Float[Array, "K B S"], PyTree, Float[Array, "K B S"]], Float[Array, "K B S"]]
 
 
-def by_own_units(model: Model, local: Local, inside: str, signal: Signal | None = None) -> Algorithm:
+def by_own_units(model: Model, local: RowUnits, inside: str, signal: Signal | None = None) -> Algorithm:
     """The algorithm of an influence at each weight's own units; arguments as in `local_walk`."""
     return chunkwise(model, local_influence(local), walk_through=local_walk(local, inside, signal))
 
 
-def local_influence(local: Local) -> Across:
+def local_influence(local: RowUnits) -> Across:
     """M at the units of each row, across chunks.
 
     Args:
@@ -55,33 +56,35 @@ def local_influence(local: Local) -> Across:
         del state
         matrices = jax.tree.leaves(params)
 
-        def zeros(block: Block) -> Places:
+        def zeros(block: RowRange) -> Places:
             some = matrices[block.matrix][block.begin : block.end]
-            return tuple(jnp.zeros_like(some) for _ in local.sets.leaves[block.table].own)  # each of its own, to donate
+            return tuple(
+                jnp.zeros_like(some) for _ in local.by_set.leaves[block.table].own
+            )  # each of its own, to donate
 
-        return list(map(zeros, local.blocks))
+        return list(map(zeros, local.ranges))
 
     def advance(
         shared: PyTree, memory: list[Places], noise: None, crossing: Crossing
     ) -> tuple[list[Places], dict[str, Array]]:
         del shared, noise
         left, features = crossing.pulled
-        parts = zip(local.blocks, crossing.back, memory, left, strict=True)
+        parts = zip(local.ranges, crossing.back, memory, left, strict=True)
         return [advanced(moves, m, v, features[block.matrix], crossing.reset) for block, moves, m, v in parts], {}
 
     def older(memory: list[Places], start: PyTree) -> PyTree:
-        def one(block: Block, e: Float[Array, "b p rows"], m: Places) -> Float[Array, "rows A"]:
+        def one(block: RowRange, e: Float[Array, "b p rows"], m: Places) -> Float[Array, "rows A"]:
             features = jax.tree.leaves(local.weights)[block.matrix].shape[1]
             return summed(e / len(e), m) if m else jnp.zeros((block.end - block.begin, features), e.dtype)
 
         # To join sums while they are made takes a GPU twice as long as to make them and join them afterwards.
-        sums = jax.lax.optimization_barrier(list(map(one, local.blocks, start, memory)))
+        sums = jax.lax.optimization_barrier(list(map(one, local.ranges, start, memory)))
         return _whole(local, sums, axis=0)
 
     return Across(init, lambda memory, noise: jnp.zeros(()), advance, older)
 
 
-def local_walk(local: Local, inside: str, signal: Signal | None = None) -> Callable[..., Walk]:
+def local_walk(local: RowUnits, inside: str, signal: Signal | None = None) -> Callable[..., Walk]:
     """How a local influence goes through a chunk.
 
     Args:
@@ -107,11 +110,11 @@ def local_walk(local: Local, inside: str, signal: Signal | None = None) -> Calla
         del across, noise, block
         fresh, unravel = ravel_pytree(model.init_state(params))
         x = jax.tree.map(lambda leaf: leaf[0, 0], chunk.inputs)
-        few = linear(model.cell, params.cell, unravel(fresh), x, local.columns)
+        few = step_vjp(model.cell, params.cell, unravel(fresh), x, local.recurrent_features)
         maps, whole = few, None
         if inside == "backprop":
-            whole = linear(model.cell, params.cell, unravel(fresh), x)
-            maps = few._replace(take=_both(whole, few))
+            whole = step_vjp(model.cell, params.cell, unravel(fresh), x)
+            maps = few._replace(forward=_both(whole, few))
         end, _, states, kept, features = forward(maps, fresh, start, None, chunk)
         losses, head, dl_dstate = read_out(model, params, unravel, states, chunk)
         sent = dl_dstate if signal is None else signal(params, states, chunk.targets, dl_dstate)
@@ -122,7 +125,7 @@ def local_walk(local: Local, inside: str, signal: Signal | None = None) -> Calla
 
         if whole is None:
             jacobians, entries = _between(local, few, kept, chunk.reset, sent)
-            signals = sparse_influence.at_units(local.sets, sent)
+            signals = sparse_influence.at_units(local.by_set, sent)
             e, moves, es, cs = _recursions(signals, jacobians, watched)
             left = [times(v, entry, 2) for v, entry in zip(_at_rows(local, es), entries, strict=True)]
             total = sum_outer(Outer(_whole(local, left, axis=2), features))
@@ -131,7 +134,7 @@ def local_walk(local: Local, inside: str, signal: Signal | None = None) -> Calla
             asks = jnp.zeros((0, 0, fresh.size), fresh.dtype)
             found, _, total = backward(whole, kept[0], features, params.cell, sent, asks, chunk.reset, len(sent))
             jacobians, entries = _between(local, few, *first((kept[1], chunk.reset, sent)))
-            e = sparse_influence.at_units(local.sets, found[0])
+            e = sparse_influence.at_units(local.by_set, found[0])
             _, moves, _, cs = _recursions([], jacobians, watched)
         right = [times(c, entry[:, :, None], 3) for c, entry in zip(_at_rows(local, cs), entries, strict=True)]
         over = episode_over(first(chunk.reset))  # there C is zero, but what it is multiplied with may be NaN
@@ -142,21 +145,21 @@ def local_walk(local: Local, inside: str, signal: Signal | None = None) -> Calla
     return walk
 
 
-def _both(whole: Linear, few: Linear) -> Callable:
+def _both(whole: StepVjp, few: StepVjp) -> Callable:
     """A step, with what both linear maps need of it."""
 
     def one(state: Array, x: PyTree) -> tuple[Array, tuple, PyTree]:
-        new, kept, features = whole.take(state, x)
-        return new, (kept, few.take(state, x)[1]), features
+        new, kept, features = whole.forward(state, x)
+        return new, (kept, few.forward(state, x)[1]), features
 
     return one
 
 
 def _between(
-    local: Local, maps: Linear, kept: PyTree, reset: Bool[Array, "K B"] | None, sent: Float[Array, "K B S"]
+    local: RowUnits, maps: StepVjp, kept: PyTree, reset: Bool[Array, "K B"] | None, sent: Float[Array, "K B S"]
 ) -> tuple[list[Array], list[Array]]:
     """For all steps at once D_t between the units of each set, `[K, B, p, p, U]`, and I_t, `[K, B, p, rows]`."""
-    vectors = sparse_influence.colour_vectors(local.reach, sent.dtype)
+    vectors = sparse_influence.colour_vectors(local.by_row, sent.dtype)
     steps, streams = sent.shape[:2]
     pull = jax.vmap(maps.pull, in_axes=(None, 0))
     for size in (streams, steps):  # which `kept` need not tell: of a linear step nothing is
@@ -164,10 +167,10 @@ def _between(
     back, here = pull(kept, vectors)  # [K, B, R, S] and [K, B, R, rows]
     if reset is not None:
         back = jnp.where(reset[:, :, None, None], 0, back)
-    jacobians = sparse_influence.among_own(local.sets, back.reshape(-1, *back.shape[2:]))
+    jacobians = sparse_influence.among_own(local.by_set, back.reshape(-1, *back.shape[2:]))
     rows = jax.tree.leaves(here)
     entries = sparse_influence.pick(
-        local.reach, [rows[block.matrix][..., block.begin : block.end] for block in local.blocks]
+        local.by_row, [rows[block.matrix][..., block.begin : block.end] for block in local.ranges]
     )
     return [leaf.reshape(steps, streams, *leaf.shape[1:]) for leaf in jacobians], entries
 
@@ -203,16 +206,16 @@ def _recursions(
     return e, moves, es, cs
 
 
-def _at_rows(local: Local, tables: list[Float[Array, "... _U"]]) -> list[Float[Array, "... _rows"]]:
+def _at_rows(local: RowUnits, tables: list[Float[Array, "... _U"]]) -> list[Float[Array, "... _rows"]]:
     """What each set of units has, for the rows of every block."""
-    return [take(tables[block.table], block.sets, tables[block.table].ndim - 1) for block in local.blocks]
+    return [static_gather(tables[block.table], block.sets, tables[block.table].ndim - 1) for block in local.ranges]
 
 
-def _whole(local: Local, parts: list[Array], axis: int) -> PyTree:
+def _whole(local: RowUnits, parts: list[Array], axis: int) -> PyTree:
     """Arrays over the rows of every block, joined along an axis; in the structure of the parameters."""
     structure = jax.tree.structure(local.weights)
     matrices: list[list[Array]] = [[] for _ in range(structure.num_leaves)]
-    for block, part in zip(local.blocks, parts, strict=True):
+    for block, part in zip(local.ranges, parts, strict=True):
         matrices[block.matrix].append(part)
     return jax.tree.unflatten(structure, [_joined(part, axis) for part in matrices])
 

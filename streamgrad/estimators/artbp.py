@@ -238,7 +238,7 @@ def _walk_back(inside: Flow, params: Params, past: Kept, reach: Int[Array, ""]) 
         flow, sums = carry
         at = len(past.factors) - 1 - index
         vector, x, factor = jax.tree.map(lambda leaf: leaf[at], (past.states, past.inputs, past.factors))
-        _, kept, features = inside.maps.take(vector, x)
+        _, kept, features = inside.maps.forward(vector, x)
         earlier, here = inside.maps.pull(kept, flow)
         if outer:
             new = Outer(here, features)

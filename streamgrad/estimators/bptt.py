@@ -11,8 +11,8 @@ from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Mode
 from streamgrad.checks import check_model, check_size, leading_length
 from streamgrad.contract import label_of
 from streamgrad.engine.estimator import Algorithm, Outcome, estimator, restart, same_dtype, sum_over_streams, transition
-from streamgrad.engine.unroll import unroll
 from streamgrad.step.matvec import by_parts
+from streamgrad.step.platform import unroll
 from streamgrad.step.weights import Outer, rows_of, sum_outer, zero_rows
 
 Run = Callable[[Params, EstimatorState, Chunk, Any], Outcome]

@@ -13,7 +13,7 @@ from streamgrad.contract import label_of
 from streamgrad.engine.chunk import Across, Crossing, Walk, chunkwise
 from streamgrad.engine.chunk_passes import forward, read_out
 from streamgrad.engine.estimator import estimator
-from streamgrad.step.step_vjp import linear
+from streamgrad.step.step_vjp import step_vjp
 from streamgrad.step.weights import Outer, sum_outer
 
 
@@ -64,7 +64,7 @@ def _walk(
     """Forward through the chunk; then back through each of its steps by itself."""
     del across, memory, noise, block
     fresh, unravel = ravel_pytree(model.init_state(params))
-    maps = linear(model.cell, params.cell, unravel(fresh), jax.tree.map(lambda leaf: leaf[0, 0], chunk.inputs))
+    maps = step_vjp(model.cell, params.cell, unravel(fresh), jax.tree.map(lambda leaf: leaf[0, 0], chunk.inputs))
     end, _, states, kept, features = forward(maps, fresh, start, None, chunk)
     losses, head, dl_dstate = read_out(model, params, unravel, states, chunk)
 

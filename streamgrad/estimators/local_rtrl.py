@@ -14,9 +14,9 @@ from streamgrad.contract import label_of
 from streamgrad.engine.chunk import chunkwise, last_axis
 from streamgrad.engine.collectives import ALONE, Columns, Devices, Spread
 from streamgrad.engine.estimator import Algorithm, Outcome, as_stream, estimator, restart, same_dtype
-from streamgrad.engine.unroll import unroll
 from streamgrad.estimators.rtrl import find_across, rtrl
 from streamgrad.heads import squared_error
+from streamgrad.step.platform import unroll
 from streamgrad.step_loss import Credit
 
 

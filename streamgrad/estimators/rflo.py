@@ -42,7 +42,7 @@ def rflo(model: Model, feedback: str = "random", seed: int = 0) -> GradientEstim
     """
     signal = find_feedback("rflo", model, feedback, seed)
     local = find_traces("rflo", model)
-    if any(len(leaf.own) > 1 for leaf in local.reach.leaves):
+    if any(len(leaf.own) > 1 for leaf in local.by_row.leaves):
         raise ValueError(
             "rflo needs a cell in which each row of weights has one unit, such as cells.vanilla: for others, such as "
             "an LSTM, use eprop."

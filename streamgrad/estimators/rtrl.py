@@ -16,8 +16,8 @@ from streamgrad.engine.chunk import Across, Crossing, by_features, chunkwise
 from streamgrad.engine.estimator import estimator
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
-from streamgrad.step.influence_sparsity import Reach, find_reach
-from streamgrad.step.jacobian_sparsity import find_pattern
+from streamgrad.step.influence_sparsity import InfluencePattern, find_influence_pattern
+from streamgrad.step.jacobian_sparsity import find_jacobian_pattern
 from streamgrad.step.weights import add_pulled, outer, steps_at_once, zero_each
 from streamgrad.trees import cleared
 
@@ -73,8 +73,12 @@ def rtrl(model: Model, form: str = "chunks") -> GradientEstimator:
 
 def find_across(model: Model) -> Across:
     """M across chunks, in the shape that it has for this model's cell."""
-    pattern = find_pattern(model)
-    return _whole(model) if pattern is None else _in_shape(find_reach(pattern, cuts.preactivation_rows(model.cell)))
+    pattern = find_jacobian_pattern(model)
+    return (
+        _whole(model)
+        if pattern is None
+        else _in_shape(find_influence_pattern(pattern, cuts.preactivation_rows(model.cell)))
+    )
 
 
 def _whole(model: Model) -> Across:
@@ -102,7 +106,7 @@ def _whole(model: Model) -> Across:
     return across._replace(spread=by_features(across))
 
 
-def _in_shape(reach: Reach) -> Across:
+def _in_shape(reach: InfluencePattern) -> Across:
     """M where it can be non-zero: of a diagonal recurrence no more than a number or two for each parameter."""
 
     def init(params: PyTree, state: PyTree) -> PyTree:

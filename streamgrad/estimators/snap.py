@@ -17,9 +17,9 @@ from streamgrad.engine.row_influence import by_own_units
 from streamgrad.estimators.rtrl import rtrl
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
-from streamgrad.step.influence_sparsity import Reach, compose, shape_of
-from streamgrad.step.jacobian_sparsity import find_pattern
-from streamgrad.step.row_units import find_local, reached_within
+from streamgrad.step.influence_sparsity import InfluencePattern, compose, influence_pattern_of
+from streamgrad.step.jacobian_sparsity import find_jacobian_pattern
+from streamgrad.step.row_units import find_row_units, reached_within
 
 
 def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunks") -> GradientEstimator:
@@ -69,7 +69,7 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
     if form == "chunks":
         if is_exact(model, order):
             return dataclasses.replace(rtrl(model), label=label)
-        local = find_local(model, order)
+        local = find_row_units(model, order)
         if local is not None:
             return estimator(model, by_own_units(model, local, inside), label=label)
     if inside == "backprop":
@@ -83,25 +83,27 @@ def snap(model: Model, order: int = 1, inside: str = "steps", form: str = "chunk
 
 def is_exact(model: Model, order: int) -> bool:
     """Whether nothing is left out: what a step makes of the entries that are kept lies among them."""
-    pattern, still = find_pattern(model), find_pattern(model, still=True)
+    pattern, still = find_jacobian_pattern(model), find_jacobian_pattern(model, fixed_features=True)
     if pattern is None or still is None:
         return False
     kept = reached_within(pattern, still, order)
     return not np.any(compose(pattern.state, kept) & ~kept)
 
 
-def _mask(model: Model, order: int) -> Reach:
+def _mask(model: Model, order: int) -> InfluencePattern:
     """The entries that are kept, with a colour for every unit, since whole Jacobians are at hand."""
-    pattern, still = find_pattern(model), find_pattern(model, still=True)
+    pattern, still = find_jacobian_pattern(model), find_jacobian_pattern(model, fixed_features=True)
     if pattern is None or still is None:
         raise ValueError(
             "snap asks where the derivatives of the cell's step can be non-zero, which is not known of a cell that "
             "does not say what its input is, or cannot be differentiated forwards: give it an example_input."
         )
-    return shape_of(reached_within(pattern, still, order), pattern.state, cuts.preactivation_rows(model.cell))
+    return influence_pattern_of(
+        reached_within(pattern, still, order), pattern.state, cuts.preactivation_rows(model.cell)
+    )
 
 
-def _stepwise(model: Model, reach: Reach) -> Influence:
+def _stepwise(model: Model, reach: InfluencePattern) -> Influence:
     """M masked at every step, from whole Jacobians."""
     vertex = model.cell.cuts["preactivation"]
     layout = cuts.layout(model.cell, vertex)

@@ -22,7 +22,7 @@ import numpy as np
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.step.affine_trace import Affine, Feature, absorb, is_complex
 from streamgrad.step.jaxpr_reader import Program, do, read
-from streamgrad.step.matvec import product
+from streamgrad.step.matvec import matvec
 
 
 class Group(NamedTuple):
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
     ops: list[Any]
 
 
-class Products(NamedTuple):
+class MatrixStep(NamedTuple):
     """A step whose parameters are matrices.
 
     Attributes:
@@ -73,7 +73,7 @@ class Products(NamedTuple):
     run: Callable[..., tuple[PyTree, list[Array], list[Array]]]
 
 
-def find_products(step: Callable[..., PyTree], params: PyTree, state: PyTree, x: PyTree, dtype: Any) -> Products:
+def find_weights(step: Callable[..., PyTree], params: PyTree, state: PyTree, x: PyTree, dtype: Any) -> MatrixStep:
     """Find the weight products of a step.
 
     Args:
@@ -90,7 +90,7 @@ def find_products(step: Callable[..., PyTree], params: PyTree, state: PyTree, x:
       >>> import jax, jax.numpy as jnp
       >>> step = lambda params, h, x: jnp.tanh(params["w"] @ h + params["v"] @ x + params["b"])
       >>> params = {"w": jnp.ones((2, 2)), "v": jnp.ones((2, 3)), "b": jnp.ones(2)}
-      >>> products = find_products(step, params, jnp.zeros(2), jnp.ones(3), jnp.float32)
+      >>> products = find_weights(step, params, jnp.zeros(2), jnp.ones(3), jnp.float32)
       >>> [w.shape for w in products.weights(params)]
       [(2, 6)]
     """
@@ -119,7 +119,7 @@ def find_products(step: Callable[..., PyTree], params: PyTree, state: PyTree, x:
         a = [walk.a[i] for i in range(len(weights))]
         return jax.tree.unflatten(program.structure, new), z, a
 
-    return Products(plan, weights, run)
+    return MatrixStep(plan, weights, run)
 
 
 def make_plan(program: Program) -> Plan:
@@ -273,7 +273,7 @@ class _Walk:
         group, weights = self.plan.groups[index], self.weights[index]
         parts = [feature.take(self.get, weights.dtype) for feature in group.features]
         self.a[index] = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-        self.displace(index, product(weights, *parts), group.values)
+        self.displace(index, matvec(weights, *parts), group.values)
 
     def get(self, value: int) -> Any:
         """A value, made where it is not yet there."""

@@ -42,6 +42,6 @@ def unroll(on_cpu: int = 1) -> int:
     Args:
       on_cpu: the number for a CPU, where each step more is mostly more to compile.
     """
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue], which JAX does not declare
     platform = jax.default_backend() if device is None else getattr(device, "platform", device)
     return STEPS_PER_TURN_ON_GPU if platform in ("gpu", "cuda", "rocm") else on_cpu

@@ -12,7 +12,7 @@ from streamgrad._typing import Array
 MOST_RUNS = 8  # as slices that are joined; beyond, a gather is shorter
 
 
-def take(array: Array, index: np.ndarray, axis: int) -> Array:
+def static_gather(array: Array, index: np.ndarray, axis: int) -> Array:
     """Entries along an axis; what lies beyond its end is any number.
 
     Args:
@@ -25,7 +25,7 @@ def take(array: Array, index: np.ndarray, axis: int) -> Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> take(jnp.arange(3), np.array([[0, 1, 2], [1, 2, 9]]), axis=0).tolist()
+      >>> static_gather(jnp.arange(3), np.array([[0, 1, 2], [1, 2, 9]]), axis=0).tolist()
       [[0, 1, 2], [1, 2, 2]]
     """
     size = array.shape[axis]
@@ -38,7 +38,7 @@ def take(array: Array, index: np.ndarray, axis: int) -> Array:
             parts = [jax.lax.slice_in_dim(array, begin, end, axis=axis) for begin, end in runs]
             return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
     if index.ndim == 2 and 0 < len(index) <= 4 and all(len(_runs(row, size)) <= MOST_RUNS for row in index):
-        return jnp.stack([take(array, row, axis) for row in index], axis=axis)
+        return jnp.stack([static_gather(array, row, axis) for row in index], axis=axis)
     return jnp.take(array, np.minimum(index, size - 1), axis=axis)
 
 

@@ -111,7 +111,7 @@ def row_squares(weights: PyTree) -> Float[Array, " N"]:
     return jnp.concatenate([jnp.sum(leaf**2, axis=1) for leaf in jax.tree.leaves(weights)])
 
 
-def sum_blocks(weights: PyTree, by: list[Array]) -> PyTree:
+def sum_row_groups(weights: PyTree, by: list[Array]) -> PyTree:
     """Σ over streams of weights whose blocks of rows each have a number of their own.
 
     Args:
@@ -129,7 +129,7 @@ def sum_blocks(weights: PyTree, by: list[Array]) -> PyTree:
     return jax.tree.unflatten(structure, sums)
 
 
-def project_blocks(left: list[Array], weights: PyTree) -> list[Array]:
+def project_row_groups(left: list[Array], weights: PyTree) -> list[Array]:
     """left^T W for every block of rows, for each weight matrix: `[g, T, n]` to `[g, T, A]`."""
     return [
         v @ w.reshape(v.shape[0], v.shape[2], w.shape[1]) for v, w in zip(left, jax.tree.leaves(weights), strict=True)
