@@ -33,8 +33,6 @@ from streamgrad.engine.method import Method, Outcome, per_stream
 from streamgrad.engine.monitored import monitored
 from streamgrad.engine.sharded import sharded
 from streamgrad.engine.streams import batched
-from streamgrad.noise.settings import with_noise
-from streamgrad.step import cuts
 
 # estimators: written by `make generated`
 from streamgrad.estimators import (
@@ -57,6 +55,9 @@ from streamgrad.estimators import (
     uoro_across,
     windowed_bptt,
 )
+from streamgrad.noise.settings import with_noise
+from streamgrad.step import cuts
+
 # /estimators
 
 __version__ = "0.1.0"
