@@ -103,7 +103,7 @@ CELLS = {
     "batched of a model": (lambda: sg.batched(MODEL, 2), "est must be an estimator, .* not Model"),
     "batched of a function": (lambda: sg.batched(sg.uoro, 2), "est must be an estimator, .* not the function uoro"),
     "variance of nothing": (
-        lambda: sg.variance.empirical(None, (), (), KEY, 2),
+        lambda: sg.theory.empirical(None, (), (), KEY, 2),
         "est must be an estimator, .* not None",
     ),
     "online without an influence": (lambda: sg.online(MODEL, None), "influence must be a streamgrad.Influence"),
