@@ -106,7 +106,7 @@ CELLS = {
         lambda: sg.theory.empirical(None, (), (), KEY, 2),
         "est must be an estimator, .* not None",
     ),
-    "online without an influence": (lambda: sg.online(MODEL, None), "influence must be a streamgrad.Influence"),
+    "estimator without a method": (lambda: sg.estimator(None), "method must be a streamgrad.Method, not None"),
     "q0 with ragged rows": (lambda: sg.uoro(MODEL, q0=[[1, 2], [3]]), "q0 .* rows have different lengths"),
 }
 
