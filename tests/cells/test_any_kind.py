@@ -124,7 +124,7 @@ def test_a_function_without_forward_mode_is_named(make, many):
 def test_theory_names_its_parameters():
     model = spiking()
     params = model.init(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"pass worked\(model\) for the model, and model\.enter\(params\)"):
+    with pytest.raises(ValueError, match=r"pass streamgrad\.worked\(model\) for the model, and model\.enter\(params\)"):
         sg.theory.collect(model, params, CHUNK)
 
 

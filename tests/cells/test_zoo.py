@@ -242,7 +242,7 @@ def test_ok(name):
     The gradient of a product is read from its own sum alone, so that all of them may have the same signs.
     """
     model, params, chunk, want = start_of(name, 3)
-    count, n = len(sg.cuts.layout(model.cell, model.cell.cuts["preactivation"]).rows), signs_needed(1, 1)
+    count, n = len(jax.tree.leaves(model.enter(params).cell)), signs_needed(1, 1)
     est, parts = sg.ok(model, rank=1, noise="given"), list(split_any(chunk, (1, 1, 1)))
 
     def all_chunks(signs):

@@ -25,8 +25,15 @@ CELLS = {
     "stack": sg.cells.stack(sg.cells.vanilla(2, 3), sg.cells.lstm(3, 2)),
     "lrus": sg.cells.stack(sg.cells.lru(2, 2, 3), sg.cells.lru(3, 2, 2), sg.cells.lru(2, 2)),
 }
-# As the estimators see them, so that parameters are matrices in the textbooks too.
-MODELS = {name: sg.worked(sg.Model(cell, sg.heads.squared_error(2))) for name, cell in CELLS.items()}
+
+
+def over_matrices(cell):
+    """A model of the cell as the estimators see it, so that parameters are matrices in the textbooks too."""
+    model = sg.Model(cell, sg.heads.squared_error(2))
+    return sg.Model(sg.worked(model).cell, model.head)
+
+
+MODELS = {name: over_matrices(cell) for name, cell in CELLS.items()}
 DIAGONAL = ("lru", "rtu", "elstm", "mingru")
 
 
@@ -97,7 +104,7 @@ HIGHER = [(1, "chunks", 7), (2, "chunks", 7), (5, "chunks", 11), (2, "steps", 7)
 @pytest.mark.parametrize("order, form, size", few(HIGHER, (2, "chunks", 7)))
 def test_snap_of_higher_orders(order, form, size):
     """On a ring of units SnAp-n keeps those at most n - 1 places away."""
-    model = sg.worked(sg.Model(lattice(size), sg.heads.squared_error(2)))
+    model = over_matrices(lattice(size))
     params, chunk = make_params(model), make_chunk(model, 8, reset=(2,))
     est = SNAP[form](model, order=order)
     memory = est.init(params).memory
@@ -200,7 +207,7 @@ def test_snap_of_odd_steps(step, shape, form):
 def test_snap_of_a_wide_upper_layer():
     """Units of the upper layer are reached by some rows of the lower one alone, and are moved for all of them."""
     cell = sg.cells.stack(sg.cells.lstm(2, 3), sg.cells.lstm(3, 6))
-    model = sg.worked(sg.Model(cell, sg.heads.squared_error(2)))
+    model = over_matrices(cell)
     params, chunk = make_params(model), make_chunk(model, 5)
     got = run(sg.snap(model), params, [chunk])[0]
     assert error(got.cell, oracle.snap(model, params, chunk)) < 1e-10
