@@ -60,7 +60,7 @@ def by_own_units(
 
         return EstimatorState(model.init_state(params), list(map(zeros, units.blocks)), ())
 
-    def contract(memory: list[Places], dl_dstart: list[Float[Array, "b p rows"]]) -> PyTree:
+    def contract(memory: list[Places], dl_dstart: list[Array]) -> PyTree:  # of each block `[b, p, rows]`
         def one(block: Block, e: Float[Array, "b p rows"], m: Places) -> Float[Array, "rows A"]:
             features = jax.tree.leaves(units.weights)[block.matrix].shape[1]
             return summed(e / len(e), m) if m else jnp.zeros((block.end - block.begin, features), e.dtype)
