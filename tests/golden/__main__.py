@@ -1,5 +1,9 @@
-"""Golden gradients: `python -m tests.golden record FOLDER` before a redesign, `… compare FOLDER [ONLY]` after it."""
+"""Golden gradients: `python -m tests.golden record FOLDER` before a redesign, `… compare FOLDER [ONLY]` after it.
 
+`… differences FOLDER CELL ESTIMATOR ...` is for the tests: it prints how far these are from the record, as JSON.
+"""
+
+import json
 import os
 import sys
 from pathlib import Path
@@ -42,6 +46,11 @@ def compare(folder: str, only: str = "") -> int:
     return wrong
 
 
+def measure(folder: str, cell: str, *names: str) -> None:
+    """Print the differences of some estimators on a cell."""
+    print(json.dumps({name: differences(cell, name, Path(folder)) for name in names}))
+
+
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
-    sys.exit({"record": record, "compare": compare}[command](*arguments))
+    sys.exit({"record": record, "compare": compare, "differences": measure}[command](*arguments))
