@@ -14,6 +14,8 @@ import scipy.linalg
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
+from streamgrad.estimators.rtrl import rtrl_by_steps
+from streamgrad.estimators.snap import snap_by_steps
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,6 +78,10 @@ def make_model(cell: str, n_in: int = 1, n_hidden: int = 2) -> sg.Model:
         return sg.Model(nested_cell(), sg.heads.squared_error(2))
     return sg.Model(CELLS[cell](n_in, n_hidden), sg.heads.squared_error(2))
 
+
+# By chunks, and by steps as they were published: the same estimates.
+RTRL = {"chunks": sg.rtrl, "steps": rtrl_by_steps}
+SNAP = {"chunks": sg.snap, "steps": snap_by_steps}
 
 # Every cut of every kind of cell.
 CELL_CUTS = [
@@ -166,7 +172,8 @@ def by_hand(chunk: sg.Chunk) -> sg.Chunk:
 
 
 def cut_size(model: sg.Model, cut: str) -> int:
-    return sg.cuts.layout(model.cell, model.cell.cuts[cut]).size
+    cell = sg.worked(model).cell
+    return sg.cuts.layout(cell, cell.cuts[cut]).size
 
 
 def all_signs(*shape: int) -> np.ndarray:
@@ -212,6 +219,7 @@ def mean_over(est: sg.GradientEstimator, params, chunk, patterns, weights=None):
 
 def noisy_loss(model: sg.Model, params, chunk, u, sigma, q0=None):
     """The summed loss of the network whose state is perturbed: h̄_t = F(h̄_{t-1}, x_t) + σ Q_0 u_t."""
+    cell, params = sg.worked(model).cell, model.enter(params)
     fresh, unravel = model.init_state(params), ravel_pytree(model.init_state(params))[1]
     kicks = sigma * u @ (jnp.eye(u.shape[1]) if q0 is None else jnp.asarray(q0)).T
     reset = jnp.zeros(len(u), bool) if chunk.reset is None else chunk.reset
@@ -219,8 +227,8 @@ def noisy_loss(model: sg.Model, params, chunk, u, sigma, q0=None):
     def step(state, now):
         x, target, begins, kick = now
         state = jax.tree.map(lambda a, b: jnp.where(begins, a, b), fresh, state)
-        state = jax.tree.map(jnp.add, model.cell.step(params.cell, state, x), unravel(kick))
-        return state, model.head.loss(params.head, model.cell.output(state), target)
+        state = jax.tree.map(jnp.add, cell.step(params.cell, state, x), unravel(kick))
+        return state, model.head.loss(params.head, cell.output(state), target)
 
     return jnp.sum(jax.lax.scan(step, fresh, (chunk.inputs, chunk.targets, reset, kicks))[1])
 

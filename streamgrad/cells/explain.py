@@ -3,7 +3,7 @@
 import jax
 
 from streamgrad._typing import PyTree
-from streamgrad.base import Cell, Model
+from streamgrad.base import Cell, Model, worked
 from streamgrad.checks import check_is_cell
 from streamgrad.heads import squared_error
 from streamgrad.step.influence_sparsity import find_influence_pattern
@@ -92,7 +92,7 @@ def _sizes(cell: Cell) -> str:
 
 def _influence(cell: Cell) -> str | None:
     """What exact RTRL keeps, where the pattern of the step can be known."""
-    model = Model(cell, squared_error(1))
+    model = worked(Model(cell, squared_error(1)))
     pattern = find_jacobian_pattern(model)
     if pattern is None:
         return None

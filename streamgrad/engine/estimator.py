@@ -29,6 +29,7 @@ from streamgrad.base import (
     real_dtype,
     widened,
     work_dtype,
+    worked,
 )
 from streamgrad.checks import check_fits, check_values
 from streamgrad.engine.across import watched_streams
@@ -38,6 +39,7 @@ from streamgrad.engine.input_checks import Checks, checks_of
 from streamgrad.engine.method import STREAMS, Method, Outcome, as_batch, only_stream
 from streamgrad.keys import one_key_per_stream
 from streamgrad.step_loss import Credit
+from streamgrad.trees import kind_of
 
 Result = tuple[Params, EstimatorState, Info]
 
@@ -81,6 +83,7 @@ def estimator(method: Method) -> GradientEstimator:
       The estimator for one stream, which is a batch of one. Its functions are traced once for each shape, whether the
       caller compiles them or not.
     """
+    check_method(method)
     program, check = Program(method), checks_of(method)
 
     def update(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
@@ -101,6 +104,17 @@ def estimator(method: Method) -> GradientEstimator:
 
     functions = checked(method, check, update, advance, credit)
     return Engine(init, *functions, method=method, streams=streams_of(method, ALONE), label=method.label)
+
+
+def check_method(method: Any) -> None:
+    """`method` is a `Method`, of a model as estimators work on it."""
+    if not isinstance(method, Method):
+        raise ValueError(f"method must be a streamgrad.Method, not {kind_of(method)}.")
+    if worked(method.model) is not method.model:
+        raise ValueError(
+            f"the method {method.name} must work on matrices and real numbers, which this cell's parameters are not: "
+            "make it with model=streamgrad.worked(model)."
+        )
 
 
 def streams_of(method: Method, devices: Devices) -> Streams:

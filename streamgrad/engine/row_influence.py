@@ -62,7 +62,7 @@ def by_own_units(
 
         return EstimatorState(model.init_state(params), list(map(zeros, units.ranges)), ())
 
-    def contract(memory: list[Places], dl_dstart: list[Float[Array, "b p rows"]]) -> PyTree:
+    def contract(memory: list[Places], dl_dstart: list[Array]) -> PyTree:  # of each range of rows `[b, p, rows]`
         def one(block: RowRange, e: Float[Array, "b p rows"], m: Places) -> Float[Array, "rows A"]:
             features = jax.tree.leaves(units.weights)[block.matrix].shape[1]
             return summed(e / len(e), m) if m else jnp.zeros((block.end - block.begin, features), e.dtype)

@@ -107,7 +107,7 @@ def diagonal_q0(pulled: Float[Array, " N"], pushed: Float[Array, " N"]) -> Float
 
     Example:
       >>> import jax.numpy as jnp, streamgrad as sg
-      >>> sg.variance.diagonal_q0(jnp.array([4.0, 1.0]), jnp.array([1.0, 4.0])).round(3).tolist()
+      >>> sg.theory.diagonal_q0(jnp.array([4.0, 1.0]), jnp.array([1.0, 4.0])).round(3).tolist()
       [2.0, 0.5]
     """
     if jnp.shape(pulled) != jnp.shape(pushed) or jnp.ndim(pulled) != 1:

@@ -1,8 +1,8 @@
 """How noisy a gradient estimate is, and what would make it less so (Sections 6 to 8, appendices A to F and H).
 
-ep = sg.variance.collect(model, params, chunk)
-sol = sg.variance.optimal_alpha(sg.variance.c_matrix(ep))
-sg.variance.total_variance(ep, sol.alpha, kurtosis=-2.0)
+ep = sg.theory.collect(model, params, chunk)
+sol = sg.theory.optimal_alpha(sg.theory.c_matrix(ep))
+sg.theory.total_variance(ep, sol.alpha, kurtosis=-2.0)
 
 `collect(..., keep=False)` is for long streams, whose T² N gradients do not fit in memory; all else stays the same.
 Arguments come in one order: episode, alpha, q0, groups, kurtosis. `groups` is the number asked for, as in `uoro`; which

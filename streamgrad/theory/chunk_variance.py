@@ -25,7 +25,7 @@ from streamgrad.trees import restart
 
 
 def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> Episode:
-    """What the variance of `uoro(inside="backprop")` depends on, for a stream in chunks of `length` steps.
+    """What the variance of `uoro_across` depends on, for a stream in chunks of `length` steps.
 
         b[t, s] = (dL_{t+1}/dh_t) Φ_t … Φ_{s+1},    J_s = dh_s/dθ through chunk s
         gradient = that inside all chunks + Σ_{t,s} b[t, s] J_s
@@ -44,7 +44,7 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
       >>> model = sg.Model(sg.cells.lstm(2, 4), sg.heads.softmax(3))
       >>> params = model.init(jax.random.key(0))
       >>> chunk = sg.Chunk(jnp.ones((8, 2)), jnp.zeros(8, int))
-      >>> ep = sg.variance.collect_chunks(model, params, chunk, length=2)
+      >>> ep = sg.theory.collect_chunks(model, params, chunk, length=2)
       >>> ep.b.shape, ep.jacobian.shape
       ((3, 3, 8), (3, 8, 112))
     """
@@ -115,7 +115,7 @@ def _episode(found: list[tuple], unravel_params: Any) -> Episode:
 
 
 def across_variance(ep: Episode, alpha: Any = None, blocks: int = 1, kurtosis: float = 0.0) -> Float[Array, ""]:
-    """The trace of the covariance of the total gradient of `uoro(inside="backprop")`, exact.
+    """The trace of the covariance of the total gradient of `uoro_across`, exact.
 
     Args:
       ep: from `collect_chunks`.
@@ -130,8 +130,8 @@ def across_variance(ep: Episode, alpha: Any = None, blocks: int = 1, kurtosis: f
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.lstm(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((8, 2)), jnp.zeros(8, int))
-      >>> ep = sg.variance.collect_chunks(model, model.init(jax.random.key(0)), chunk, length=2)
-      >>> one, eight = (sg.variance.across_variance(ep, blocks=n, kurtosis=-2.0) for n in (1, 8))
+      >>> ep = sg.theory.collect_chunks(model, model.init(jax.random.key(0)), chunk, length=2)
+      >>> one, eight = (sg.theory.across_variance(ep, blocks=n, kurtosis=-2.0) for n in (1, 8))
       >>> bool(eight < one)
       True
     """

@@ -30,8 +30,8 @@ def covariance(
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk)
-      >>> sg.variance.covariance(ep).shape
+      >>> ep = sg.theory.collect(model, model.init(jax.random.key(0)), chunk)
+      >>> sg.theory.covariance(ep).shape
       (28, 28)
     """
     spatial = spatial_of(ep, q0, groups)

@@ -73,7 +73,7 @@ def empirical(est: GradientEstimator, params: Params, chunk: Chunk, key: Any, n:
       >>> model = sg.Model(sg.cells.vanilla(2, 3), sg.heads.softmax(2))
       >>> params = model.init(jax.random.key(0))
       >>> chunk = sg.Chunk(jnp.ones((4, 2)), jnp.zeros(4, int))
-      >>> exact = sg.variance.empirical(sg.bptt(model), params, chunk, jax.random.key(1), 8)
+      >>> exact = sg.theory.empirical(sg.bptt(model), params, chunk, jax.random.key(1), 8)
       >>> float(exact.total_variance)
       0.0
 

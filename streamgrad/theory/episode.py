@@ -154,11 +154,11 @@ def collect(
       >>> model = sg.Model(sg.cells.lstm(2, 4), sg.heads.softmax(3))
       >>> params = model.init(jax.random.key(0))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, params, chunk)
+      >>> ep = sg.theory.collect(model, params, chunk)
       >>> ep.b.shape, ep.features.shape, ep.gradient.cell["w"].shape
       ((5, 5, 16), (5, 7), (16, 7))
-      >>> long = sg.variance.collect(model, params, chunk, block=2, keep=False)
-      >>> bool(jnp.allclose(sg.variance.v(long), sg.variance.v(ep), rtol=1e-3))
+      >>> long = sg.theory.collect(model, params, chunk, block=2, keep=False)
+      >>> bool(jnp.allclose(sg.theory.v(long), sg.theory.v(ep), rtol=1e-3))
       True
     """
     _check(model, params, chunk, cut, block)

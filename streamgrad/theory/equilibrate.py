@@ -77,7 +77,7 @@ def optimal_alpha(c: Any, max_iterations: int = 50, tolerance: float | None = No
 
     Example:
       >>> import jax.numpy as jnp, streamgrad as sg
-      >>> sol = sg.variance.optimal_alpha(jnp.array([[1.0, 16.0], [1.0, 1.0]]))
+      >>> sol = sg.theory.optimal_alpha(jnp.array([[1.0, 16.0], [1.0, 1.0]]))
       >>> round(float(sol.value), 3), bool(sol.converged)  # 1 + 1 + 2 sqrt(16 * 1)
       (10.0, True)
       >>> round(float(sol.alpha[0] / sol.alpha[1]), 3)

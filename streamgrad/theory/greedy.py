@@ -48,8 +48,8 @@ def greedy_alpha(ep: Episode, q0: Any = None, groups: int = 1) -> Greedy:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk)
-      >>> float(sg.variance.greedy_alpha(ep).gamma[0])
+      >>> ep = sg.theory.collect(model, model.init(jax.random.key(0)), chunk)
+      >>> float(sg.theory.greedy_alpha(ep).gamma[0])
       1.0
     """
     spatial = spatial_of(ep, q0, groups)
@@ -89,7 +89,7 @@ def greedy_coefficients(pulled: Array, pushed: Array, cotangent: Array, propagat
 
     Example:
       >>> import jax.numpy as jnp, streamgrad as sg
-      >>> beta, gamma = sg.variance.greedy_coefficients(*jnp.array([16.0, 1.0, 0.0, 1.0]))
+      >>> beta, gamma = sg.theory.greedy_coefficients(*jnp.array([16.0, 1.0, 0.0, 1.0]))
       >>> float(beta), float(gamma)
       (2.0, 1.0)
     """

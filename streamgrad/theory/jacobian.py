@@ -47,7 +47,7 @@ def jacobian_terms(
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> terms = sg.variance.jacobian_terms(model, model.init(jax.random.key(0)), chunk, jnp.ones((5, 4)))
+      >>> terms = sg.theory.jacobian_terms(model, model.init(jax.random.key(0)), chunk, jnp.ones((5, 4)))
       >>> terms.pushed.shape, terms.pulled.shape
       ((5, 4), (5, 28))
     """
@@ -98,8 +98,8 @@ def jacobian_variance(terms: JacobianTerms, alpha: Any = None, kurtosis: float =
 
     Example:
       >>> import jax.numpy as jnp, streamgrad as sg
-      >>> terms = sg.variance.JacobianTerms(jnp.eye(2), jnp.eye(2))
-      >>> float(sg.variance.jacobian_variance(terms))  # τ_1 τ_2 in two entries
+      >>> terms = sg.theory.JacobianTerms(jnp.eye(2), jnp.eye(2))
+      >>> float(sg.theory.jacobian_variance(terms))  # τ_1 τ_2 in two entries
       2.0
     """
     alpha = make_alpha(alpha, terms.pushed.shape[0], terms.pushed.dtype)[:, 0]
@@ -123,8 +123,8 @@ def jacobian_alpha(terms: JacobianTerms) -> Float[Array, " T"]:
 
     Example:
       >>> import jax.numpy as jnp, streamgrad as sg
-      >>> terms = sg.variance.JacobianTerms(jnp.array([[1.0], [4.0]]), jnp.array([[4.0], [1.0]]))
-      >>> sg.variance.jacobian_alpha(terms).tolist()
+      >>> terms = sg.theory.JacobianTerms(jnp.array([[1.0], [4.0]]), jnp.array([[4.0], [1.0]]))
+      >>> sg.theory.jacobian_alpha(terms).tolist()
       [2.0, 0.5]
     """
     pushed, pulled = jnp.linalg.norm(terms.pushed, axis=1), jnp.linalg.norm(terms.pulled, axis=1)

@@ -51,9 +51,9 @@ def optimise(ep: Episode, groups: int = 1, rounds: int = 5, damping: float = 0.0
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk)
-      >>> best = sg.variance.optimise(ep)
-      >>> bool(best.value < sg.variance.v(ep))
+      >>> ep = sg.theory.collect(model, model.init(jax.random.key(0)), chunk)
+      >>> best = sg.theory.optimise(ep)
+      >>> bool(best.value < sg.theory.v(ep))
       True
     """
     check_size(rounds=rounds)

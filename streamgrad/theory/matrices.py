@@ -91,8 +91,8 @@ def c_matrix(ep: Episode, q0: Any = None, groups: int = 1, per_group: bool = Fal
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk)
-      >>> sg.variance.c_matrix(ep).shape, sg.variance.c_matrix(ep, groups=2, per_group=True).shape
+      >>> ep = sg.theory.collect(model, model.init(jax.random.key(0)), chunk)
+      >>> sg.theory.c_matrix(ep).shape, sg.theory.c_matrix(ep, groups=2, per_group=True).shape
       ((5, 5), (2, 5, 5))
     """
     c = c_by_group(ep, spatial_of(ep, q0, groups), summed=not per_group)
@@ -117,8 +117,8 @@ def b_matrix(ep: Episode, alpha: Any = None, groups: int = 1) -> Float[Array, "N
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk)
-      >>> sg.variance.b_matrix(ep).shape
+      >>> ep = sg.theory.collect(model, model.init(jax.random.key(0)), chunk)
+      >>> sg.theory.b_matrix(ep).shape
       (4, 4)
     """
     if ep.jacobian is not None:

@@ -48,11 +48,11 @@ def v(ep: Episode, alpha: Any = None, q0: Any = None, groups: int = 1) -> Float[
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk)
-      >>> sol = sg.variance.optimal_alpha(sg.variance.c_matrix(ep))
-      >>> bool(sg.variance.v(ep, sol.alpha) < sg.variance.v(ep))
+      >>> ep = sg.theory.collect(model, model.init(jax.random.key(0)), chunk)
+      >>> sol = sg.theory.optimal_alpha(sg.theory.c_matrix(ep))
+      >>> bool(sg.theory.v(ep, sol.alpha) < sg.theory.v(ep))
       True
-      >>> round(float(sg.variance.v(ep) / sg.variance.v(ep, groups=ep.size)), 3)  # N, without noise shaping
+      >>> round(float(sg.theory.v(ep) / sg.theory.v(ep, groups=ep.size)), 3)  # N, without noise shaping
       4.0
     """
     spatial = spatial_of(ep, q0, groups)
@@ -87,8 +87,8 @@ def total_variance(
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk)
-      >>> bool(sg.variance.total_variance(ep, kurtosis=-2.0) < sg.variance.total_variance(ep))
+      >>> ep = sg.theory.collect(model, model.init(jax.random.key(0)), chunk)
+      >>> bool(sg.theory.total_variance(ep, kurtosis=-2.0) < sg.theory.total_variance(ep))
       True
     """
     spatial = spatial_of(ep, q0, groups)
@@ -124,8 +124,8 @@ def spatial_total_variance(ep: Episode, q0: Any = None, kurtosis: float = 0.0) -
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk)
-      >>> bool(sg.variance.spatial_total_variance(ep) < sg.variance.total_variance(ep))
+      >>> ep = sg.theory.collect(model, model.init(jax.random.key(0)), chunk)
+      >>> bool(sg.theory.spatial_total_variance(ep) < sg.theory.total_variance(ep))
       True
     """
     spatial = spatial_of(ep, q0)

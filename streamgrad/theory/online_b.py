@@ -100,7 +100,7 @@ def draw_b_noise(key: Any, length: int, size: int, dtype: Any = None, noise: str
 
     Example:
       >>> import jax, streamgrad as sg
-      >>> sg.variance.draw_b_noise(jax.random.key(0), 5, 3).mu.shape
+      >>> sg.theory.draw_b_noise(jax.random.key(0), 5, 3).mu.shape
       (5, 3)
     """
     draw = find_noise(noise).draw
@@ -194,8 +194,8 @@ def estimate_b_online(
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> params = model.init(jax.random.key(0))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> noise = sg.variance.draw_b_noise(jax.random.key(1), 5, 4)
-      >>> sg.variance.estimate_b_online(model, params, chunk, noise).b.shape
+      >>> noise = sg.theory.draw_b_noise(jax.random.key(1), 5, 4)
+      >>> sg.theory.estimate_b_online(model, params, chunk, noise).b.shape
       (4, 4)
     """
     check_choice("rescale", rescale, ("gir", "none"))

@@ -53,7 +53,7 @@ def optimal_q0(b: Any, damping: float = 0.005, partition: Any = None) -> Float[A
 
     Example:
       >>> import jax.numpy as jnp, streamgrad as sg
-      >>> sg.variance.optimal_q0(jnp.diag(jnp.array([16.0, 1.0])), damping=0.0).round(3).tolist()
+      >>> sg.theory.optimal_q0(jnp.diag(jnp.array([16.0, 1.0])), damping=0.0).round(3).tolist()
       [[0.5, 0.0], [0.0, 1.0]]
     """
     size = _check_square("B", b)
@@ -88,7 +88,7 @@ def predicted_gain(b: Any) -> Gain:
 
     Example:
       >>> import jax.numpy as jnp, streamgrad as sg
-      >>> gain = sg.variance.predicted_gain(jnp.diag(jnp.array([9.0, 1.0])))
+      >>> gain = sg.theory.predicted_gain(jnp.diag(jnp.array([9.0, 1.0])))
       >>> round(float(gain.shaped), 3), round(float(gain.plain), 3), round(float(gain.ratio), 3)
       (16.0, 20.0, 1.25)
     """
@@ -114,7 +114,7 @@ def minimise_trace_product(x: Any, y: Any) -> TraceProduct:
 
     Example:
       >>> import jax.numpy as jnp, streamgrad as sg
-      >>> best = sg.variance.minimise_trace_product(jnp.diag(jnp.array([4.0, 1.0])), jnp.eye(2))
+      >>> best = sg.theory.minimise_trace_product(jnp.diag(jnp.array([4.0, 1.0])), jnp.eye(2))
       >>> round(float(best.value), 3)
       9.0
     """

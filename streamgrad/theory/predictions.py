@@ -50,12 +50,14 @@ PREDICTIONS: Mapping[str, tuple[Prediction, ...]] = MappingProxyType(
                 ),
                 frozenset({"cut", "groups", "rescale", "q0"}),
             ),
+        ),
+        "uoro_across": (
             # Noise that the last chunk adds is never seen.
             Prediction(
                 lambda episode, alpha, options: across_variance(
                     episode, alpha[: episode.length], options.get("blocks", 1), SIGNS
                 ),
-                frozenset({"inside", "blocks", "rescale"}),
+                frozenset({"blocks", "rescale"}),
                 across=True,
             ),
         ),
@@ -74,11 +76,9 @@ def find_prediction(name: str, options: Mapping[str, Any]) -> Prediction | None:
       The prediction.
 
     Example:
-      >>> find_prediction("uoro", {"inside": "backprop", "blocks": 8}).across
+      >>> find_prediction("uoro_across", {"blocks": 8}).across
       True
       >>> find_prediction("uoro", {"cut": "state", "immediate": "exact"}) is None
       True
     """
-    across = options.get("inside") == "backprop"
-    fitting = (found for found in PREDICTIONS.get(name, ()) if found.across == across)
-    return next((found for found in fitting if set(options) <= found.options), None)
+    return next((found for found in PREDICTIONS.get(name, ()) if set(options) <= found.options), None)

@@ -80,8 +80,8 @@ def partition(ep: Episode, groups: int = 1) -> np.ndarray:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.gru(2, 2), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk)
-      >>> sg.variance.partition(ep).tolist()
+      >>> ep = sg.theory.collect(model, model.init(jax.random.key(0)), chunk)
+      >>> sg.theory.partition(ep).tolist()
       [0, 0, 1, 1, 2, 2, 2, 2]
     """
     return spatial_of(ep, None, groups).partition.index

@@ -33,8 +33,8 @@ def score_variance(ep: Episode, sigma: Any, q0: Any = None) -> Float[Array, ""]:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk, cut="state")
-      >>> ratio = sg.variance.score_variance(ep, 0.01) / sg.variance.score_variance(ep, 0.1)
+      >>> ep = sg.theory.collect(model, model.init(jax.random.key(0)), chunk, cut="state")
+      >>> ratio = sg.theory.score_variance(ep, 0.01) / sg.theory.score_variance(ep, 0.1)
       >>> round(float(ratio), 2)
       100.0
     """
@@ -67,9 +67,9 @@ def state_q0(ep: Episode, alpha: Any = None, damping: float = 0.005, iterations:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> model = sg.Model(sg.cells.vanilla(2, 4), sg.heads.softmax(3))
       >>> chunk = sg.Chunk(jnp.ones((5, 2)), jnp.zeros(5, int))
-      >>> ep = sg.variance.collect(model, model.init(jax.random.key(0)), chunk, cut="state")
-      >>> q0 = sg.variance.state_q0(ep)
-      >>> bool(sg.variance.v(ep, None, q0) < sg.variance.v(ep))
+      >>> ep = sg.theory.collect(model, model.init(jax.random.key(0)), chunk, cut="state")
+      >>> q0 = sg.theory.state_q0(ep)
+      >>> bool(sg.theory.v(ep, None, q0) < sg.theory.v(ep))
       True
     """
     _check_cut(ep)

@@ -17,7 +17,7 @@ LENGTH = 4
 OPTIONS = {
     "episode": ({}, {"episode": LENGTH, "least": 2, "refresh": 2, "decay": 0.9}),
     "stream": ({}, {"window": 6, "least": 2, "refresh": 1}),
-    "groups": ({"groups": 2, "form": "plain"}, {"window": 3, "least": 2}),
+    "groups": ({"groups": 2}, {"window": 3, "least": 2}),
     "full": ({}, {"window": 6, "least": 2, "q0": "full"}),
     "gir": ({}, {"episode": LENGTH, "least": 2, "alpha": "gir"}),
 }
@@ -121,11 +121,11 @@ def test_what_is_carried_over_lowers_the_variance():
     update, state = est.update, est.init(params)
     for i in range(12 * LENGTH):
         _, state, _ = update(params, state, chunk, jax.random.key(i))
-    ep = sg.variance.collect(model, params, chunk)
-    got = sg.variance.v(ep, state.shared.alpha, state.shared.shaping.q0)
-    best = sg.variance.optimise(ep)
+    ep = sg.theory.collect(model, params, chunk)
+    got = sg.theory.v(ep, state.shared.alpha, state.shared.shaping.q0)
+    best = sg.theory.optimise(ep)
     assert 0.99 * float(best.value) <= float(got) <= 1.05 * float(best.value)
-    assert float(got) < 0.9 * float(sg.variance.v(ep))
+    assert float(got) < 0.9 * float(sg.theory.v(ep))
     np.testing.assert_allclose(state.shared.shaping.q0 @ state.shared.shaping.inverse, np.eye(2), atol=1e-10)
 
 

@@ -25,8 +25,8 @@ def collected(cell, groups, reset):
     """An episode with its parts, and the reverse pass from every step."""
     model = make_model(cell)
     params, chunk = make_params(model), make_chunk(model, LENGTH, reset=reset)
-    ep = sg.variance.collect(model, params, chunk)
-    index = sg.variance.partition(ep, groups)
+    ep = sg.theory.collect(model, params, chunk)
+    index = sg.theory.partition(ep, groups)
     partition = Groups(int(index.max()) + 1, index, ep.rows)
 
     states, state = [], model.init_state(params)
@@ -63,7 +63,7 @@ def spatial_of(partition, q0):
 def test_b_is_unbiased(cell, groups, reset):
     ep, partition, backs, _ = collected(cell, groups, reset)
     alpha = random_alpha(LENGTH, partition.count)
-    want = sg.variance.b_matrix(ep, alpha, groups)
+    want = sg.theory.b_matrix(ep, alpha, groups)
 
     def estimate(back):
         return carried.estimate_b(partition, back, jnp.log(alpha))
@@ -83,7 +83,7 @@ def test_c_is_unbiased(cell, groups, reset, diagonal):
     ep, partition, backs, _ = collected(cell, groups, reset)
     q0 = np.abs(random_q0(len(partition.index))[0]) + 0.5 if diagonal else block_q0(partition)
     spatial = spatial_of(partition, q0)
-    want = jnp.moveaxis(sg.variance.c_matrix(ep, q0, groups=groups, per_group=True), 0, -1)
+    want = jnp.moveaxis(sg.theory.c_matrix(ep, q0, groups=groups, per_group=True), 0, -1)
     got = mean_over_starts(lambda back: carried.estimate_c(spatial, back).matrix(back), backs)
     np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10 * float(jnp.max(want)))
     scaled = spatial._replace(q0=3 * spatial.q0, inverse=spatial.inverse / 3)

@@ -28,16 +28,16 @@ def assert_same(got, want):
 def test_theory(cut):
     params, chunk, plain = setup()
     assert_same(
-        sg.variance.collect(MODEL, params, chunk, cut), sg.variance.collect(made(weighed, MODEL), params, plain, cut)
+        sg.theory.collect(MODEL, params, chunk, cut), sg.theory.collect(made(weighed, MODEL), params, plain, cut)
     )
 
 
 @pytest.mark.slow
 def test_online_b():
     params, chunk, plain = setup()
-    noise = sg.variance.draw_b_noise(jax.random.key(1), len(WEIGHTS), 8)
-    got = sg.variance.estimate_b_online(MODEL, params, chunk, noise)
-    assert_same(got, sg.variance.estimate_b_online(made(weighed, MODEL), params, plain, noise))
+    noise = sg.theory.draw_b_noise(jax.random.key(1), len(WEIGHTS), 8)
+    got = sg.theory.estimate_b_online(MODEL, params, chunk, noise)
+    assert_same(got, sg.theory.estimate_b_online(made(weighed, MODEL), params, plain, noise))
 
 
 @pytest.mark.parametrize("options", [{"window": 4}, pytest.param({"episode": 3}, marks=pytest.mark.slow)])

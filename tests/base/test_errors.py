@@ -23,7 +23,7 @@ OPTIONS = {
     "preuoro without preactivations": (lambda: sg.preuoro(NESTED), "has no cut 'preactivation'"),
     "unknown noise": (lambda: sg.uoro(MODEL, noise="pink"), "noise must be one of 'gaussian'"),
     "unknown rescaling": (lambda: sg.uoro(MODEL, rescale="girr"), "rescale .* must be one of 'none', 'gir'"),
-    "unknown form": (lambda: sg.uoro(MODEL, form="factored"), "form must be one of 'auto', 'plain'"),
+    "unknown inside": (lambda: sg.snap(MODEL, inside="steps"), "inside must be one of 'estimated', 'backprop'"),
     "decay of 1": (lambda: sg.noise.greedy(1.0), "decay must be a number of at least 0 and below 1"),
     "decay not a number": (lambda: sg.noise.greedy("0.9"), "decay must be a number"),
     "alpha for nobacktrack": (lambda: sg.nobacktrack(MODEL, rescale=np.ones((3, 2))), "2 columns, but .* 1 groups"),
@@ -44,12 +44,12 @@ OPTIONS = {
     "alpha not finite": (lambda: sg.uoro(MODEL, rescale=np.array([1.0, np.inf])), "alpha must be .*finite"),
     "alpha of another shape": (lambda: sg.uoro(MODEL, rescale=np.ones((2, 2, 2))), "alpha must have the shape"),
     "alpha for other groups": (lambda: sg.uoro(MODEL, rescale=np.ones((3, 3)), groups=2), "3 columns, but .* 2 groups"),
-    "window below 1": (lambda: sg.tbptt(MODEL, window=0), "window must be a whole number of at least 1"),
-    "window not whole": (lambda: sg.tbptt(MODEL, window=2.0), "window must be a whole number"),
-    "window below every": (lambda: sg.tbptt(MODEL, 3, every=4), "window must be at least every, .* but window=3"),
-    "every below 1": (lambda: sg.tbptt(MODEL, window=3, every=0), "every must be a whole number of at least 1, not 0"),
-    "every not whole": (lambda: sg.tbptt(MODEL, window=3, every=1.5), "every must be a whole number"),
-    "replay no bool": (lambda: sg.tbptt(MODEL, window=3, replay="no"), "replay must be True or False, not 'no'"),
+    "window below 1": (lambda: sg.windowed_bptt(MODEL, window=0), "window must be a whole number of at least 1"),
+    "window not whole": (lambda: sg.windowed_bptt(MODEL, window=2.0), "window must be a whole number"),
+    "window below every": (lambda: sg.windowed_bptt(MODEL, 3, every=4), "window must be at least every, .* but window=3"),
+    "every below 1": (lambda: sg.windowed_bptt(MODEL, window=3, every=0), "every must be a whole number of at least 1, not 0"),
+    "every not whole": (lambda: sg.windowed_bptt(MODEL, window=3, every=1.5), "every must be a whole number"),
+    "replay no bool": (lambda: sg.windowed_bptt(MODEL, window=3, replay="no"), "replay must be True or False, not 'no'"),
     "recompute below 1": (lambda: sg.bptt(MODEL, recompute=0), "recompute must be a whole number"),
     "no batch": (lambda: sg.batched(sg.uoro(MODEL), 0), "batch_size must be a whole number"),
     "no units": (lambda: sg.cells.lstm(3, 0), "n_hidden must be a whole number"),
@@ -61,8 +61,8 @@ OPTIONS = {
         lambda: sg.cells.from_function(lambda p, s, x: s, lambda k: k, lambda: jnp.zeros(2, int)),
         "state must have an array of floating-point numbers in it",
     ),
-    "tbptt with unknown input": (
-        lambda: sg.tbptt(
+    "windowed_bptt with unknown input": (
+        lambda: sg.windowed_bptt(
             sg.Model(
                 sg.cells.from_function(lambda p, s, x: s + p, lambda k: jnp.ones(2), lambda: jnp.ones(2)),
                 sg.heads.softmax(2),
@@ -169,7 +169,7 @@ def test_batches():
 
 @pytest.mark.parametrize("window", [4, 6])
 def test_a_chunk_of_broken_blocks(window):
-    est, params = sg.tbptt(MODEL, window=window, every=4), make_params(MODEL)
+    est, params = sg.windowed_bptt(MODEL, window=window, every=4), make_params(MODEL)
     many = sg.batched(est, 2)
     wanted = "the number of steps in a chunk must be a multiple of every=4, but this chunk has 6"
     with pytest.raises(ValueError, match=wanted) as error:

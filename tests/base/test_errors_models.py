@@ -103,10 +103,10 @@ CELLS = {
     "batched of a model": (lambda: sg.batched(MODEL, 2), "est must be an estimator, .* not Model"),
     "batched of a function": (lambda: sg.batched(sg.uoro, 2), "est must be an estimator, .* not the function uoro"),
     "variance of nothing": (
-        lambda: sg.variance.empirical(None, (), (), KEY, 2),
+        lambda: sg.theory.empirical(None, (), (), KEY, 2),
         "est must be an estimator, .* not None",
     ),
-    "online without an influence": (lambda: sg.online(MODEL, None), "influence must be a streamgrad.Influence"),
+    "estimator without a method": (lambda: sg.estimator(None), "method must be a streamgrad.Method, not None"),
     "q0 with ragged rows": (lambda: sg.uoro(MODEL, q0=[[1, 2], [3]]), "q0 .* rows have different lengths"),
 }
 

@@ -15,7 +15,7 @@ from tests.tools import ROOT
 PACKAGE = ROOT / "streamgrad"
 # A file may import its own room and those before it. `streamgrad` is the public page, streamgrad/__init__.py.
 ORDER = (
-    ("_typing", "base", "checks", "contract", "keys", "heads", "parts", "targets", "trees"),
+    ("_typing", "base", "checks", "contract", "keys", "heads", "parts", "step_loss", "trees"),
     ("step",),
     ("cells",),
     ("noise",),

@@ -1,11 +1,14 @@
 """A model run on its own: what it puts out and predicts, without any gradient."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import streamgrad as sg
+from tests.cells.libraries import library
 from tests.tools import make_chunk, make_model, make_params, one_sentence, split
 
 
@@ -114,3 +117,52 @@ def test_errors_of_run(case):
     with pytest.raises(ValueError, match=match) as error:
         MODEL.run(*spoil(params, MODEL.init_state(params)))
     assert one_sentence(error)
+
+
+def equinox_cell():
+    eqx = library("equinox")
+    return sg.cells.from_equinox(eqx.nn.GRUCell(1, 2, key=jax.random.key(5)))
+
+
+GIVEN = {
+    "lstm": lambda: sg.cells.lstm(1, 2),
+    "lru": lambda: sg.cells.lru(1, 2),
+    "stack": lambda: sg.cells.stack(sg.cells.lru(1, 2, 2), sg.cells.gru(2, 2)),
+    "equinox": equinox_cell,
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_the_cell_of_a_model_is_the_one_that_was_given(name):
+    """Estimators work on another form of it, where its parameters are not matrices; of the library's own, on itself."""
+    cell = GIVEN[name]()
+    model = sg.Model(cell, sg.heads.squared_error(2))
+    assert model.cell is cell
+    assert (sg.worked(model) is model) == (name == "lstm")
+    assert sg.worked(model) is sg.worked(model) and sg.worked(sg.worked(model)) is sg.worked(model)
+    params = model.init(jax.random.key(0))
+    assert jax.tree.structure(params.cell) == jax.tree.structure(cell.init_params(jax.random.key(0)))
+    matrices = jax.eval_shape(sg.worked(model).init, jax.random.key(0)).cell
+    assert [x.shape for x in jax.tree.leaves(model.enter(params).cell)] == [x.shape for x in jax.tree.leaves(matrices)]
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_another_head(name):
+    """`dataclasses.replace` gives the model that was made with that head, whatever the old one has been used for."""
+    cell, head = GIVEN[name](), sg.heads.squared_error(2)
+    old = sg.Model(cell, sg.heads.softmax(3))
+    old_params = old.init(jax.random.key(0))
+    est, x = sg.rtrl(old), jnp.ones((4, 1))
+    est.update(old_params, est.init(old_params), sg.Chunk(x, jnp.zeros(4, int)))
+    outputs, _ = old.run(old_params, old.init_state(old_params), x)
+    new, same = dataclasses.replace(old, head=head), sg.Model(cell, head)
+    assert new == same and new.cell is cell and new.head is sg.worked(new).head is head
+    params = new.init(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, params, same.init(jax.random.key(0)))
+    chunk, found = sg.Chunk(x, jnp.ones((4, 2))), []
+    for model in (new, same):
+        est = sg.rtrl(model)
+        found.append(est.update(params, est.init(params), chunk))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    np.testing.assert_allclose(new.run(params, new.init_state(params), x)[0], outputs, rtol=1e-12)
+    assert new.predict(params, outputs).shape == (4, 2) and old.predict(old_params, outputs).shape == (4, 3)

@@ -21,7 +21,7 @@ def shown():
     yield "monitored(batched(rtrl(), 2))", sg.monitored(sg.batched(est, 2))
     yield "carried(uoro(", sg.carried(sg.uoro(model))
     yield "reinforce(baseline=", sg.reinforce(model, sigma=lambda step: 0.1)
-    yield "tbptt(window=7, every=1, replay=True)", sg.tbptt(model, window=7, replay=True)
+    yield "windowed_bptt(window=7, every=1, replay=True)", sg.windowed_bptt(model, window=7, replay=True)
     yield "GradientEstimator", sg.GradientEstimator(est.init, est.update)
 
 

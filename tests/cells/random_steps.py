@@ -315,7 +315,7 @@ def check_cell(cell: sg.Cell, seed: int) -> float:
 
 def error_of_cut(model: sg.Model, params: sg.Params, chunk: sg.Chunk, rng: np.random.Generator) -> float:
     """dh/dθ = (dh/dz) J: what is pulled back through the cut is what backpropagation finds."""
-    cell, params = model.cell, model.enter(params)
+    cell, params = sg.worked(model).cell, model.enter(params)
     cut = cell.cuts["preactivation"]
     state = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape)), cell.init_state())
     aim = jnp.asarray(rng.normal(size=sum(leaf.size for leaf in jax.tree.leaves(state))))
@@ -333,7 +333,7 @@ def errors_of_means(model: sg.Model, params: sg.Params, chunk: sg.Chunk) -> dict
     if n > 40:
         return {}
     start = jax.tree.map(lambda leaf: leaf[:2], chunk)
-    want = oracle(model.given, params, start)
+    want = oracle(model.cell, params, start)
     est = sg.uoro(model, noise="given", rescale="none")
     signs = np.array([[1.0, 1.0], [1.0, -1.0]])
     return {

@@ -109,7 +109,7 @@ def test_reverse_mode_suffices_for_some():
     same(gradients(model, sg.rtrl(model), params, 1, 4), gradients(model, sg.bptt(model), params))
 
 
-@pytest.mark.parametrize("make", [sg.uoro, sg.preuoro, lambda model: sg.uoro(model, inside="backprop")])
+@pytest.mark.parametrize("make", [sg.uoro, sg.preuoro, lambda model: sg.uoro_across(model)])
 @pytest.mark.parametrize("many", few([False, True], False))
 def test_a_function_without_forward_mode_is_named(make, many):
     model = spiking()
@@ -124,8 +124,8 @@ def test_a_function_without_forward_mode_is_named(make, many):
 def test_theory_names_its_parameters():
     model = spiking()
     params = model.init(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"pass model\.inner for the model, and model\.enter\(params\)"):
-        sg.variance.collect(model, params, CHUNK)
+    with pytest.raises(ValueError, match=r"pass streamgrad\.worked\(model\) for the model, and model\.enter\(params\)"):
+        sg.theory.collect(model, params, CHUNK)
 
 
 def test_wrong_parameters_of_a_foreign_cell():
@@ -141,7 +141,7 @@ def test_wrong_parameters_of_a_foreign_cell():
 def test_explained(capsys):
     sg.cells.explain(sg.cells.lstm(2, 3))
     assert "12 preactivations of 6 features" in capsys.readouterr().out
-    sg.cells.explain(spiking().given)
+    sg.cells.explain(spiking().cell)
     assert "3 preactivations of 5 features" in capsys.readouterr().out
     with pytest.raises(ValueError, match="cell must be a Cell"):
         sg.cells.explain(3)

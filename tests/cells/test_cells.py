@@ -92,6 +92,6 @@ def test_inputs_of_any_dtype(dtype):
     model = sg.Model(sg.cells.gru(3, 2), sg.heads.softmax(2))
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), model.init(jax.random.key(0)))
     chunk = sg.Chunk(np.ones((5, 3), dtype), np.zeros(5, int))
-    for est in (sg.uoro(model), sg.tbptt(model, window=3), sg.bptt(model)):
+    for est in (sg.uoro(model), sg.windowed_bptt(model, window=3), sg.bptt(model)):
         grads, _, _ = est.update(params, est.init(params), chunk, jax.random.key(0))
         assert grads.cell["gates"].dtype == jnp.float32

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 from tests.cells import published
-from tests.tools import bptt, error, few, made, make_chunk, make_params, one_sentence, run, split
+from tests.tools import RTRL, bptt, error, few, made, make_chunk, make_params, one_sentence, run, split
 
 CELLS = {
     "lru": (lambda: sg.cells.lru(2, 3, n_out=2), published.lru),
@@ -42,7 +42,7 @@ def read_next(name: str, state) -> jax.Array:
 def test_is_the_published_cell(name):
     model = MODELS[name]
     params, inputs = make_params(model).cell, make_chunk(model, 20).inputs
-    got, state, step = [], model.cell.init_state(), jax.jit(model.given.step)
+    got, state, step = [], model.cell.init_state(), jax.jit(model.cell.step)
     for x in inputs:
         state = step(params, state, x)
         got.append(model.cell.output(state))
@@ -67,10 +67,10 @@ def test_credit_of_each_stream():
     params, est = make_params(model), made(sg.rtrl, model)
     many, inputs = sg.batched(est, 2), jnp.stack([make_chunk(model, 3, seed=seed).inputs for seed in range(2)])
     g = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, model.width)))
-    _, state = many.advance(params, many.init(params), inputs, None)
-    each = many.credit(params, state, g, per_stream=True)
+    _, _, trace = many.advance(params, many.init(params), inputs)
+    each = many.credit(params, trace, g, per_stream=True)
     for stream in range(2):
-        _, alone = est.advance(params, est.init(params), inputs[stream], None)
+        _, _, alone = est.advance(params, est.init(params), inputs[stream])
         own = jax.tree.map(lambda leaf, stream=stream: leaf[stream], each)
         assert error(own, est.credit(params, alone, g[stream])) < 1e-12
 
@@ -84,7 +84,7 @@ def test_bptt_is_the_gradient_through_a_scan(name):
         def step(state, now):
             x, target, begins = now
             state = jax.tree.map(lambda a, b: jnp.where(begins, a, b), model.cell.init_state(), state)
-            state = model.given.step(params.cell, state, x)
+            state = model.cell.step(params.cell, state, x)
             return state, model.head.loss(params.head, model.cell.output(state), target)
 
         return jnp.sum(jax.lax.scan(step, model.cell.init_state(), (chunk.inputs, chunk.targets, chunk.reset))[1])
@@ -104,7 +104,7 @@ def test_rtrl_is_exact(name, form):
     params, chunk = make_params(model), make_chunk(model, 12, reset=RESET)
     want = bptt(model, params, chunk)
     for sizes in ((5, 5, 2), (1,) * 12) if form == "chunks" else ((4, 8),):
-        got = run(made(sg.rtrl, model, form=form), params, split(chunk, sizes))[0]
+        got = run(made(RTRL[form], model), params, split(chunk, sizes))[0]
         assert error(got, want) < 1e-10, sizes
 
 
@@ -112,7 +112,7 @@ def test_rtrl_is_exact(name, form):
 def test_has_every_cut(name):
     """No displacement moves nothing, and dh_t/dW = dh_t/dz ⊗ a at the preactivations, also where the features moved."""
     model = MODELS[name]
-    cell, weights, x = model.cell, model.enter(make_params(model)).cell, jnp.array([0.5, -1.0])
+    cell, weights, x = sg.worked(model).cell, model.enter(make_params(model)).cell, jnp.array([0.5, -1.0])
     state = jax.tree.map(lambda leaf: leaf + 0.3, cell.init_state())
     assert set(cell.cuts) == {"state", "params", "preactivation"}
     want = ravel_pytree(cell.step(weights, state, x))[0]
@@ -143,7 +143,7 @@ def test_units_read_themselves_alone(name):
     params, (x, _) = make_params(model).cell, make_chunk(model, 2).inputs
     state = jax.tree.map(lambda leaf: leaf + 0.3, model.cell.init_state())
     flat, unravel = ravel_pytree(state)
-    jacobian = jax.jacobian(lambda flat: read_next(name, model.given.step(params, unravel(flat), x)))(flat)
+    jacobian = jax.jacobian(lambda flat: read_next(name, model.cell.step(params, unravel(flat), x)))(flat)
     index = np.asarray(read_next(name, unravel(jnp.arange(len(flat), dtype=flat.dtype))), int)
     unread = np.delete(np.asarray(jacobian), index, axis=1)
     assert not unread.any()

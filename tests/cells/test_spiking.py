@@ -8,7 +8,7 @@ from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 from tests.cells import published
-from tests.tools import bptt, error, few, made, make_chunk, make_params, one_sentence, run, split
+from tests.tools import RTRL, bptt, error, few, made, make_chunk, make_params, one_sentence, run, split
 
 ALPHA, RHO, KAPPA = np.exp(-1 / 5), np.exp(-1 / 30), np.exp(-1 / 10)
 OPTIONS = {
@@ -117,7 +117,7 @@ def test_rtrl_is_exact(name, form):
     params, chunk = make_params(model), make_chunk(model, 12, reset=(4, 9))
     want = bptt(model, params, chunk)
     for sizes in ((12,), (5, 4, 3), (1,) * 12) if form == "chunks" else ((4, 8),):
-        got = run(made(sg.rtrl, model, form=form), params, split(chunk, sizes))[0]
+        got = run(made(RTRL[form], model), params, split(chunk, sizes))[0]
         assert error(got, want) < 1e-10, sizes
 
 

@@ -126,10 +126,10 @@ WINDOWS = [(name, 2) for name in KINDS] + [("dropout", 8)]
 
 
 @pytest.mark.parametrize("name, window", few(WINDOWS, ("embedding", 2)))
-def test_tbptt(name, window):
+def test_windowed_bptt(name, window):
     _, model, params, chunk = problem(name)
     want = truncated(name, window) if window < LENGTH else oracle(name)[0]
-    est = made(sg.tbptt, model, window=window)
+    est = made(sg.windowed_bptt, model, window=window)
     assert_same(run(est, params, split_any(chunk, (3, 4)))[0], want, CASES[name].tolerance)
 
 
@@ -197,7 +197,7 @@ def test_uoro_gir(name):
 def test_uoro_across(name):
     """Backpropagation inside the chunk; the signs are those of the state, once per chunk."""
     model, params, chunk, want = start_of(name, 4)
-    est, n = sg.uoro(model, inside="backprop", noise="given", rescale="none"), cut_size(model, "state")
+    est, n = sg.uoro_across(model, noise="given", rescale="none"), cut_size(model, "state")
     first, second = split_any(chunk, (2, 2))
 
     def both(signs):
@@ -242,7 +242,7 @@ def test_ok(name):
     The gradient of a product is read from its own sum alone, so that all of them may have the same signs.
     """
     model, params, chunk, want = start_of(name, 3)
-    count, n = len(sg.cuts.layout(model.cell, model.cell.cuts["preactivation"]).rows), signs_needed(1, 1)
+    count, n = len(jax.tree.leaves(model.enter(params).cell)), signs_needed(1, 1)
     est, parts = sg.ok(model, rank=1, noise="given"), list(split_any(chunk, (1, 1, 1)))
 
     def all_chunks(signs):

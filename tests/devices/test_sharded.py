@@ -263,10 +263,10 @@ def test_advance_and_credit(columns):
     for est in (sg.batched(make("rtrl"), STREAMS), sg.sharded(make("rtrl"), STREAMS, mesh, columns=columns)):
         state = est.init(params)
         for given in inputs:
-            output, state = est.advance(params, state, given, None)
-        grads = [est.credit(params, state, jnp.sin(output))]
+            output, state, trace = est.advance(params, state, given)
+        grads = [est.credit(params, trace, jnp.sin(output))]
         if columns is None:
-            grads.append(est.credit(params, state, jnp.sin(output), per_stream=True))
+            grads.append(est.credit(params, trace, jnp.sin(output), per_stream=True))
         found.append([np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get((output, grads)))])
     assert difference(found[1], found[0]) < CLOSE
 

@@ -14,7 +14,7 @@ from streamgrad.noise.kronecker_reduction import signs_needed
 from streamgrad.step.step_vjp import depends
 from streamgrad.step.weights import steps_at_once
 from tests.engine.random_models import check_one
-from tests.tools import all_signs, bptt, error, few, made, make_chunk, make_model, make_params, run, split
+from tests.tools import RTRL, all_signs, bptt, error, few, made, make_chunk, make_model, make_params, run, split
 
 
 def state_size(model, params):
@@ -46,7 +46,7 @@ def test_uoro_across_is_unbiased(cell, reset, options):
     """With GIR, whose coefficients depend on the noise."""
     model = make_model(cell)
     params, chunk = make_params(model), make_chunk(model, 7, reset=reset)
-    est = sg.uoro(model, inside="backprop", noise="given", **options)
+    est = sg.uoro_across(model, noise="given", **options)
     found = over_signs(est, params, split(chunk, (2, 3, 2)), [(state_size(model, params),)] * 3)
     assert error(mean_of(found), bptt(model, params, chunk)) < 1e-10
 
@@ -59,12 +59,12 @@ SPREAD = [("vanilla", (3,), 2, ALPHA), ("vanilla", None, 2, ALPHA), ("gru", None
 def test_spread_of_uoro_across_is_the_theory(cell, reset, blocks, alpha):
     model = make_model(cell)
     params, chunk = make_params(model), make_chunk(model, 7, reset=reset)
-    est = sg.uoro(model, inside="backprop", noise="given", blocks=blocks, rescale="none" if alpha is None else alpha)
+    est = sg.uoro_across(model, noise="given", blocks=blocks, rescale="none" if alpha is None else alpha)
     found = over_signs(est, params, split(chunk, (3, 3, 1)), [(state_size(model, params),)] * 3)
-    ep = sg.variance.collect_chunks(model, params, chunk, length=3)
+    ep = sg.theory.collect_chunks(model, params, chunk, length=3)
     # α counts the chunks of an episode, and the one with the reset in it is the first of the next.
     used = None if alpha is None else np.array(alpha)[[0, 0] if reset == (3,) else [0, 1]]
-    want = float(sg.variance.across_variance(ep, used, blocks, kurtosis=-2.0))
+    want = float(sg.theory.across_variance(ep, used, blocks, kurtosis=-2.0))
     assert sum(float(leaf.var(axis=0).sum()) for leaf in jax.tree.leaves(found.cell)) == pytest.approx(want, rel=1e-10)
     assert error(mean_of(found), bptt(model, params, chunk)) < 1e-10
     assert error(ep.gradient, bptt(model, params, chunk)) < 1e-10
@@ -75,7 +75,7 @@ def test_the_influence_of_rtrl_is_the_jacobian(cell, form):
     """M = dh/dθ of all that has passed, of which a transposed part would be seen: units hear each other unevenly."""
     model = make_model(cell, n_hidden=3)
     params, chunk = make_params(model), make_chunk(model, 6)
-    _, _, state = run(made(sg.rtrl, model, form=form), params, split(chunk, (2, 3, 1)))
+    _, _, state = run(made(RTRL[form], model), params, split(chunk, (2, 3, 1)))
 
     def end(cell_params):
         begin = model.init_state(params)
@@ -155,7 +155,7 @@ def test_shrinkage():
     parts = [jax.tree.map(lambda leaf, at=at: leaf[:, at : at + 2], stacked) for at in (0, 2, 4)]
 
     def last(shrink):
-        est = sg.batched(made(sg.uoro, model, inside="backprop", shrink=shrink), 3)
+        est = sg.batched(made(sg.uoro_across, model, shrink=shrink), 3)
         state, grads = est.init(params), None
         for part in parts:
             grads, state, _ = est.update(params, state, part, jax.random.key(0))
@@ -179,12 +179,12 @@ def test_auto_estimates_the_signal_without_bias():
     params, keys = make_params(model), jax.random.split(jax.random.key(0), streams)
     chunks = [make_chunk(model, 6, seed=seed) for seed in range(streams)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
-    auto = sg.batched(sg.uoro(model, inside="backprop", shrink="auto"), streams)
+    auto = sg.batched(sg.uoro_across(model, shrink="auto"), streams)
     # Each stream by itself, with all of its older credit, and without.
-    alone = [jax.jit(jax.vmap(made(sg.uoro, model, inside="backprop", shrink=shrink).update, (None, 0, 0, 0)))
+    alone = [jax.jit(jax.vmap(made(sg.uoro_across, model, shrink=shrink).update, (None, 0, 0, 0)))
              for shrink in (1, 0)]  # fmt: skip
     state, signal, square = auto.init(params), 0.0, 0.0
-    each = jax.tree.map(lambda leaf: jnp.stack([leaf] * streams), made(sg.uoro, model, inside="backprop").init(params))
+    each = jax.tree.map(lambda leaf: jnp.stack([leaf] * streams), made(sg.uoro_across, model).init(params))
     for at in (0, 2, 4):
         part = jax.tree.map(lambda leaf, at=at: leaf[:, at : at + 2], stacked)
         _, state, _ = auto.update(params, state, part, keys)
@@ -269,15 +269,15 @@ BAD = [
     (lambda m: sg.ok(m, rank=0), "rank must be a whole number of at least 1"),
     (lambda m: sg.ok(m, rank=5), "rank must be at most 4, the number of state units, not 5"),
     (lambda m: sg.ok(m, noise="gaussian"), "ok mixes with random signs"),
-    (lambda m: sg.rtrl(m, form="step"), "form must be one of"),
-    (lambda m: sg.uoro(m, inside="backprop", blocks=0), "blocks must be a whole number"),
-    (lambda m: sg.uoro(m, inside="backprop", blocks=9), "blocks must be at most 4"),
-    (lambda m: sg.uoro(m, inside="backprop", shrink=1.5), "shrink must be 'auto' or a number from 0 to 1"),
-    (lambda m: sg.uoro(m, inside="backprop", q0=np.ones(8)), "leave q0 as it is"),
-    (lambda m: sg.uoro(m, inside="backprop", cut="state"), "leave cut as it is"),
-    (lambda m: sg.uoro(m, inside="backprop", rescale="greedy"), "rescale='greedy' cannot look"),
-    (lambda m: sg.uoro(m, inside="forward"), "inside must be one of"),
-    (lambda m: sg.uoro(m, blocks=2), "they need inside='backprop'"),
+    (lambda m: sg.snap(m, inside="steps"), "inside must be one of 'estimated', 'backprop'"),
+    (lambda m: sg.uoro_across(m, blocks=0), "blocks must be a whole number"),
+    (lambda m: sg.uoro_across(m, blocks=9), "blocks must be at most 4"),
+    (lambda m: sg.uoro_across(m, shrink=1.5), "shrink must be 'auto' or a number from 0 to 1"),
+    (lambda m: sg.uoro_across(m, shrink="always"), "shrink must be 'auto' or a number from 0 to 1, not 'always'"),
+    (lambda m: sg.uoro_across(m, rescale=np.ones((3, 2))), "2 columns, but .* 1 groups"),
+    (lambda m: sg.uoro_across(m, rescale="greedy"), "no losses that rescale='greedy' could look at"),
+    (lambda m: sg.uoro_across(m, noise="pink"), "noise must be one of"),
+    (lambda m: sg.uoro_across(m, shrink=True), "shrink must be 'auto' or a number from 0 to 1, not True"),
     (lambda m: sg.batched(sg.rtrl(m), 4, watched=5), "watched must be at most 4, the number of streams"),
     (lambda m: sg.batched(sg.rtrl(m), 4, watched=0), "watched must be a whole number"),
     (lambda m: sg.batched(sg.uoro(m), 4, watched=2), "watched is for estimators that go through a chunk at once"),
@@ -302,12 +302,12 @@ def test_an_influence_that_cannot_fit_is_refused_before_it_is_made():
 def test_auto_needs_streams():
     model = make_model("vanilla")
     params, chunk = make_params(model), make_chunk(model, 2)
-    est = sg.uoro(model, inside="backprop", shrink="auto")
+    est = sg.uoro_across(model, shrink="auto")
     with pytest.raises(ValueError, match="use it under batched"):
         est.update(params, est.init(params), chunk, jax.random.key(0))
 
 
-ACROSS = {"rtrl": sg.rtrl, "ok": sg.ok, "uoro": lambda model: sg.uoro(model, inside="backprop", blocks=2)}
+ACROSS = {"rtrl": sg.rtrl, "ok": sg.ok, "uoro": lambda model: sg.uoro_across(model, blocks=2)}
 
 
 @pytest.mark.parametrize("name, watched", few([("rtrl", 1), ("uoro", None), ("rtrl", None), ("ok", 1)], ("rtrl", 1)))
@@ -321,14 +321,14 @@ def test_advance_and_credit_are_update(name, watched):
     est, keys = sg.batched(ACROSS[name](model), 2, watched), jax.random.split(jax.random.key(0), 2)
     _, state, _ = est.update(params, est.init(params), first, keys[0])
     want, after, _ = est.update(params, state, second, keys[1])
-    outputs, moved = est.advance(params, state, second.inputs, keys[1], second.reset)
+    outputs, moved, trace = est.advance(params, state, second.inputs, keys[1], second.reset)
     loss = jax.vmap(jax.vmap(model.head.loss, in_axes=(None, 0, 0)), in_axes=(None, 0, 0))
     credit = jax.grad(lambda outputs: jnp.sum(loss(params.head, outputs, second.targets)))(outputs)
-    assert error(est.credit(params, moved, credit), want.cell) < 1e-12
-    assert error(moved._replace(trace=None), after) < 1e-12
+    assert error(est.credit(params, trace, credit), want.cell) < 1e-12
+    assert error(moved, after) < 1e-12
     if watched is None:
-        each = est.credit(params, moved, credit, per_stream=True)
+        each = est.credit(params, trace, credit, per_stream=True)
         assert error(jax.tree.map(lambda leaf: leaf.mean(axis=0), each), want.cell) < 1e-12
     else:
         with pytest.raises(ValueError, match="only streams that are watched"):
-            est.credit(params, moved, credit, per_stream=True)
+            est.credit(params, trace, credit, per_stream=True)

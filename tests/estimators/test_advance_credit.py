@@ -62,37 +62,37 @@ def test_advance_and_credit_are_update(row, cut):
     state = est.init(params)
     for index, part in enumerate(split(chunk, (1, 2, 2))):
         key = jax.random.fold_in(KEY, index)
-        output, now = est.advance(params, now, part.inputs, key, part.reset)
+        output, now, trace = est.advance(params, now, part.inputs, key, part.reset)
         grads, state, _ = est.update(params, state, part, key)
-        assert now.trace is not None and state.trace is None
-        close(now._replace(trace=None), state)
-        passed.append((part, output, now))
+        assert isinstance(trace, sg.Trace) and jax.tree.structure(now) == jax.tree.structure(state)
+        close(now, state)
+        passed.append((part, output, trace))
         updates.append(grads)
-    for (part, output, now), want in reversed(list(zip(passed, updates, strict=True))):
+    for (part, output, trace), want in reversed(list(zip(passed, updates, strict=True))):
         head, dl_doutput = read_out(model, params, output, part.targets)
-        assert error(est.credit(params, now, dl_doutput), want.cell) < 1e-12
+        assert error(est.credit(params, trace, dl_doutput), want.cell) < 1e-12
         assert error(head, want.head) < 1e-12
     # An update goes on from where advance has come to.
     more = make_chunk(model, 2, seed=5)
-    close(est.update(params, passed[-1][2], more, KEY), est.update(params, state, more, KEY))
+    close(est.update(params, now, more, KEY), est.update(params, state, more, KEY))
 
 
 @each_kind
 def test_credit_is_linear_and_changes_nothing(row, cut):
     model, params, chunk = subject(row)
     est = make(row, cut, model)
-    output, state = est.advance(params, est.init(params), chunk.inputs, KEY, chunk.reset)
+    output, _, trace = est.advance(params, est.init(params), chunk.inputs, KEY, chunk.reset)
     a, b = (jnp.asarray(np.random.default_rng(seed).normal(size=output.shape)) for seed in range(2))
-    first, second, both = (est.credit(params, state, g) for g in (a, b, 2 * a - 3 * b))
+    first, second, both = (est.credit(params, trace, g) for g in (a, b, 2 * a - 3 * b))
     assert error(both, jax.tree.map(lambda x, y: 2 * x - 3 * y, first, second)) < 1e-12
-    assert error(est.credit(params, state, a), first) == 0
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(est.credit(params, state, 0 * a)))
+    assert error(est.credit(params, trace, a), first) == 0
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(est.credit(params, trace, 0 * a)))
 
 
 @pytest.mark.slow
 @each_kind
 def test_inside_a_scan(row, cut):
-    """An update at every step of a compiled loop, with one trace in the carry and without."""
+    """An update at every step of a compiled loop, in halves and as a whole."""
     model, params, chunk = subject(row)
     est = make(row, cut, model)
     steps = jax.tree.map(lambda leaf: leaf[:, None], chunk)
@@ -101,10 +101,10 @@ def test_inside_a_scan(row, cut):
     def halves(carry, now):
         state, total = carry
         chunk, key = now
-        output, state = est.advance(params, state, chunk.inputs, key, chunk.reset)
+        output, state, trace = est.advance(params, state, chunk.inputs, key, chunk.reset)
         _, dl_doutput = read_out(model, params, output, chunk.targets)
-        total = jax.tree.map(jnp.add, total, est.credit(params, state, dl_doutput))
-        return (state._replace(trace=None), total), output[0]
+        total = jax.tree.map(jnp.add, total, est.credit(params, trace, dl_doutput))
+        return (state, total), output[0]
 
     def whole(carry, now):
         state, total = carry
@@ -132,25 +132,25 @@ def test_many_streams(row, cut):
     for key in (KEY, jax.random.split(KEY, 3)):
         state = many.init(params)
         for _ in range(2):
-            output, state = many.advance(params, state, stacked.inputs, key, stacked.reset)
-        own, mean = many.credit(params, state, dl_doutput, per_stream=True), many.credit(params, state, dl_doutput)
+            output, state, trace = many.advance(params, state, stacked.inputs, key, stacked.reset)
+        own, mean = many.credit(params, trace, dl_doutput, per_stream=True), many.credit(params, trace, dl_doutput)
         singles, outputs = [], []
         for chunk, one_key, g in zip(chunks, jax.random.split(KEY, 3), dl_doutput, strict=True):
             one = est.init(params)
             for _ in range(2):
-                single, one = est.advance(params, one, chunk.inputs, one_key, chunk.reset)
+                single, one, trace = est.advance(params, one, chunk.inputs, one_key, chunk.reset)
             outputs.append(single)
-            singles.append(est.credit(params, one, g))
+            singles.append(est.credit(params, trace, g))
         np.testing.assert_allclose(output, np.stack(outputs), rtol=1e-12)
         assert error(own, jax.tree.map(lambda *leaves: np.stack(leaves), *singles)) < 1e-12
         assert error(mean, jax.tree.map(lambda *leaves: sum(leaves) / 3, *singles)) < 1e-12
-    assert jax.tree.map(jnp.shape, state._replace(trace=None)) == jax.tree.map(jnp.shape, many.init(params))
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, many.init(params))
 
 
 @pytest.mark.slow
 @each_kind
 def test_one_trace_per_shape_in_float32(row, cut):
-    """However often they are called, with a state that has a trace or none; and nothing becomes float64."""
+    """However often they are called; and nothing becomes float64."""
     plain, traces = sg.cells.vanilla(1, 2), []
 
     def step(affine, state, x):
@@ -163,8 +163,8 @@ def test_one_trace_per_shape_in_float32(row, cut):
     est, state, counts = row.make(model, **where(row, cut)), None, []
     for turn in range(4):
         inputs = make_chunk(model, 4, seed=turn, dtype=jnp.float32).inputs
-        output, state = est.advance(params, state or est.init(params), inputs, jax.random.key(turn))
-        grads = est.credit(params, state, jnp.ones((4, 2)))
+        output, state, trace = est.advance(params, state or est.init(params), inputs, jax.random.key(turn))
+        grads = est.credit(params, trace, jnp.ones((4, 2)))
         counts.append(len(traces))
     assert counts[0] == counts[-1]
     for leaf in jax.tree.leaves((output, grads, state.cell, state.memory)):
@@ -179,10 +179,10 @@ def test_other_cells(row, cut):
     if refuses(row, cut, model):  # one layer, then, whose weights still are several matrices
         model, params, chunk = subject(row, "gru")
     est = make(row, cut, model)
-    output, state = est.advance(params, est.init(params), chunk.inputs, KEY, chunk.reset)
+    output, _, trace = est.advance(params, est.init(params), chunk.inputs, KEY, chunk.reset)
     _, dl_doutput = read_out(model, params, output, chunk.targets)
     want, _, _ = est.update(params, est.init(params), chunk, KEY)
-    assert error(est.credit(params, state, dl_doutput), want.cell) < 1e-12
+    assert error(est.credit(params, trace, dl_doutput), want.cell) < 1e-12
 
 
 @pytest.mark.slow
@@ -195,10 +195,10 @@ def test_noise_that_is_given(row, cut):
         (make(row, cut, model, noise="given"), noise),
         (make(row, cut, model), jax.random.PRNGKey(1)),
     ):
-        output, state = est.advance(params, est.init(params), chunk.inputs, key, chunk.reset)
+        output, _, trace = est.advance(params, est.init(params), chunk.inputs, key, chunk.reset)
         _, dl_doutput = read_out(model, params, output, chunk.targets)
         want = est.update(params, est.init(params), chunk, key)[0].cell
-        assert error(est.credit(params, state, dl_doutput), want) < 1e-12
+        assert error(est.credit(params, trace, dl_doutput), want) < 1e-12
     with pytest.raises(ValueError, match="PRNG key"):
         est.advance(params, est.init(params), chunk.inputs, None)
 
@@ -208,10 +208,10 @@ def test_bptt_that_recomputes():
     model = make_model("lstm")
     params, chunk = make_params(model), make_chunk(model, 7, reset=(3,))
     est = sg.bptt(model, recompute=3)
-    output, state = est.advance(params, est.init(params), chunk.inputs, None, chunk.reset)
+    output, _, trace = est.advance(params, est.init(params), chunk.inputs, reset=chunk.reset)
     head, dl_doutput = read_out(model, params, output, chunk.targets)
     want, _, _ = est.update(params, est.init(params), chunk, None)
-    assert error(est.credit(params, state, dl_doutput), want.cell) < 1e-12 and error(head, want.head) < 1e-12
+    assert error(est.credit(params, trace, dl_doutput), want.cell) < 1e-12 and error(head, want.head) < 1e-12
 
 
 @pytest.mark.slow
@@ -225,12 +225,12 @@ def test_carried_uses_what_it_has_learnt_and_learns_nothing(options):
     for seed in range(2):
         _, state, _ = est.update(params, state, chunk, jax.random.key(seed))
     assert bool(state.shared.ready)
-    output, after = est.advance(params, state, chunk.inputs, KEY, chunk.reset)
+    output, after, trace = est.advance(params, state, chunk.inputs, KEY, chunk.reset)
     close(after.shared, state.shared, 0)
     _, dl_doutput = jax.vmap(lambda y, t: read_out(model, params, y, t))(output, chunk.targets)
     want, updated, info = est.update(params, state, chunk, KEY)
     assert np.all(info.diagnostics["carried"] == 1)
-    assert error(est.credit(params, after, dl_doutput), want.cell) < 1e-12
+    assert error(est.credit(params, trace, dl_doutput), want.cell) < 1e-12
     close((after.cell, after.memory), (updated.cell, updated.memory))
 
 
@@ -265,7 +265,7 @@ def test_an_estimator_from_elsewhere():
         with pytest.raises(ValueError, match="has no advance: it was made of init and update alone"):
             est.advance(params, est.init(params), x, KEY)
         with pytest.raises(ValueError, match="has no credit: it was made of init and update alone"):
-            est.credit(params, est.init(params), x)
+            est.credit(params, sg.Trace(est.init(params), x, None, KEY), x)
     whole = sg.batched(sg.GradientEstimator(inner.init, inner.update, inner.advance, inner.credit), 2)
     ours = sg.batched(inner, 2)
     g = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 2)))
@@ -273,24 +273,27 @@ def test_an_estimator_from_elsewhere():
     for est in (whole, ours):
         state = est.init(params)
         for _ in range(2):
-            output, state = est.advance(params, state, inputs, KEY)
-        found.append((output, est.credit(params, state, g), est.credit(params, state, g, per_stream=True)))
+            output, state, trace = est.advance(params, state, inputs, KEY)
+        found.append((output, est.credit(params, trace, g), est.credit(params, trace, g, per_stream=True)))
     close(found[0], found[1])
 
 
-def test_an_algorithm_without_outputs():
-    from streamgrad.engine.by_steps import stepwise
-    from streamgrad.engine.estimator import Algorithm, estimator
-
+def test_a_method_without_outputs():
     model = make_model("vanilla")
     params = make_params(model)
-    influence = sg.Influence(
-        model.cell.cuts["state"], lambda p, s: (), lambda *_: ((), {}), lambda b, a, s, g: s.backprop(g)
-    )
-    inner = stepwise(model, influence)
-    run = Algorithm(inner.init, lambda *args: inner.run(*args)._replace(outputs=None), inner.total)
-    with pytest.raises(ValueError, match="cannot advance: the Outcome of its algorithm has no outputs"):
-        estimator(model, run).advance(params, inner.init(params), make_chunk(model, 2).inputs, None)
+
+    def init(params):
+        return sg.EstimatorState(model.init_state(params), (), ())
+
+    inner = sg.by_steps(model, model.cell.cuts["state"], init, lambda *_: ((), {}), lambda b, a, s, g: s.backprop(g))
+
+    def run(*arguments):
+        outcome = inner(*arguments)
+        return outcome._replace(info=outcome.info._replace(outputs=None))
+
+    est = sg.estimator(sg.Method(name="silent", model=model, init=init, run=run))
+    with pytest.raises(ValueError, match="cannot advance: the Info of its method has no outputs"):
+        est.advance(params, est.init(params), make_chunk(model, 2).inputs)
 
 
 MODEL = make_model("vanilla")
@@ -308,15 +311,15 @@ ADVANCE = {
     "key": (lambda p, s: (p, s, X, 3), "key must be a single JAX PRNG key"),
 }
 CREDIT = {
-    "params": (lambda p, s, g: (None, s, g), "params must be what model.init"),
-    "before advance": (lambda p, s, g: (p, sg.uoro(MODEL).init(p), g), "credit needs the state that advance returned"),
-    "a trace that was dropped": (lambda p, s, g: (p, s._replace(trace=None), g), "credit needs the state that advance"),
-    "no state": (lambda p, s, g: (p, None, g), "credit needs the state that advance returned"),
-    "one step": (lambda p, s, g: (p, s, g[0]), r"dl_doutput must be .* of the shape .*4, 2\), not float64"),
-    "more steps": (lambda p, s, g: (p, s, np.ones((9, 9, 9))), r"advance returned, .*4, 2\), not float64\[9, 9, 9\]"),
-    "complex": (lambda p, s, g: (p, s, g + 0j), "dl_doutput must be real numbers .* not complex128"),
-    "none": (lambda p, s, g: (p, s, None), "dl_doutput must be .*, not None"),
-    "a list": (lambda p, s, g: (p, s, [1.0]), "dl_doutput must be .*, not list"),
+    "params": (lambda p, t, g: (None, t, g), "params must be what model.init"),
+    "a state": (lambda p, t, g: (p, sg.uoro(MODEL).init(p), g), "trace must be the third value that advance returned"),
+    "the state before": (lambda p, t, g: (p, t.before, g), "trace must be the third value .* not EstimatorState"),
+    "no trace": (lambda p, t, g: (p, None, g), "trace must be the third value that advance returned, not None"),
+    "one step": (lambda p, t, g: (p, t, g[0]), r"dl_doutput must be .* of the shape .*4, 2\), not float64"),
+    "more steps": (lambda p, t, g: (p, t, np.ones((9, 9, 9))), r"advance returned, .*4, 2\), not float64\[9, 9, 9\]"),
+    "complex": (lambda p, t, g: (p, t, g + 0j), "dl_doutput must be real numbers .* not complex128"),
+    "none": (lambda p, t, g: (p, t, None), "dl_doutput must be .*, not None"),
+    "a list": (lambda p, t, g: (p, t, [1.0]), "dl_doutput must be .*, not list"),
 }
 
 
@@ -342,10 +345,10 @@ def test_errors_of_credit(case, streams):
     est, params, inputs = made(sg.uoro, MODEL), make_params(MODEL), X
     if streams:
         est, inputs = made(uoro_of_streams, MODEL, streams=streams), jnp.stack([X] * streams)
-    output, state = est.advance(params, est.init(params), inputs, KEY)
-    est.credit(params, state, output)
+    output, _, trace = est.advance(params, est.init(params), inputs, KEY)
+    est.credit(params, trace, output)
     with pytest.raises(ValueError, match=match) as error:
-        est.credit(*spoil(params, state, output))
+        est.credit(*spoil(params, trace, output))
     assert one_sentence(error)
 
 
@@ -353,16 +356,16 @@ def test_errors_of_credit(case, streams):
 def test_states_of_one_and_of_many():
     est, params = sg.uoro(MODEL), make_params(MODEL)
     many, inputs = sg.batched(est, 2), jnp.stack([X, X])
-    _, one = est.advance(params, est.init(params), X, KEY)
-    _, two = many.advance(params, many.init(params), inputs, KEY)
+    _, one, alone = est.advance(params, est.init(params), X, KEY)
+    _, two, together = many.advance(params, many.init(params), inputs, KEY)
     for call in (
-        lambda: est.credit(params, two, jnp.ones((4, 2))),
-        lambda: many.credit(params, one, jnp.ones((2, 4, 2))),
+        lambda: est.credit(params, together, jnp.ones((4, 2))),
+        lambda: many.credit(params, alone, jnp.ones((2, 4, 2))),
         lambda: est.advance(params, two, X, KEY),
         lambda: many.advance(params, one, inputs, KEY),
         lambda: many.advance(params, two, X, KEY),
         lambda: many.advance(params, two, inputs, jax.random.split(KEY, 3)),
-        lambda: sg.rtrl(MODEL).credit(params, one, jnp.ones((4, 2))),
+        lambda: sg.rtrl(MODEL).credit(params, alone, jnp.ones((4, 2))),
     ):
         with pytest.raises(ValueError, match=r"state|streams") as error:
             call()

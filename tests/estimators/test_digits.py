@@ -40,14 +40,14 @@ def train(est, model, keys):
     for x, key in zip(INPUTS, keys, strict=True):
         grads, state, _ = est.update(params, state, sg.Chunk(jnp.asarray(x), jnp.ones((4, 2))), key)
         found.append(grads)
-    worked = model.given.worked
+    worked = model.cell.worked
     return found, state, worked.state(state.cell)
 
 
 def test_which_are_numbers():
     numbers = model_with(True).numbers
     assert numbers.sum() == 2 and len(numbers) > 8 and model_with(False).numbers.all()
-    stacked = sg.Model(sg.cells.stack(sg.cells.gru(2, 2), model_with(True).given), sg.heads.squared_error(2))
+    stacked = sg.Model(sg.cells.stack(sg.cells.gru(2, 2), model_with(True).cell), sg.heads.squared_error(2))
     assert stacked.numbers.sum() == 4 and sg.Model(sg.cells.lstm(1, 2), sg.heads.softmax(2)).numbers.all()
 
 

@@ -7,7 +7,7 @@ from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 from tests.reference import estimators as oracle
-from tests.tools import bptt, error, few, made, make_chunk, make_model, make_params, run, split
+from tests.tools import RTRL, bptt, error, few, made, make_chunk, make_model, make_params, run, split
 
 SPLITS = [(8,), (1, 7), (1,) * 8]
 FORMS = [(cell, "chunks") for cell in ("vanilla", "lstm", "gru", "stack", "nested")]
@@ -17,7 +17,7 @@ FORMS += [(cell, "steps") for cell in ("vanilla", "stack", "nested")]
 @pytest.mark.parametrize("cell, form", few(FORMS, ("lstm", "chunks"), ("vanilla", "steps")))
 def test_rtrl_is_bptt(cell, form):
     model = make_model(cell, n_in=2, n_hidden=3)
-    params, rtrl, reference = make_params(model), made(sg.rtrl, model, form=form), made(sg.bptt, model)
+    params, rtrl, reference = make_params(model), made(RTRL[form], model), made(sg.bptt, model)
     for reset in (None, (2, 5), (0, 1, 7)):
         chunk = make_chunk(model, 8, reset=reset)
         chunk = chunk._replace(weight=np.random.default_rng(1).normal(size=8)) if reset else chunk
@@ -36,7 +36,7 @@ def test_rtrl_is_bptt(cell, form):
 def test_rtrl_is_the_textbook(cell, form):
     model = make_model(cell)
     params, chunk = make_params(model), make_chunk(model, 4, reset=(2,))
-    grads, _, _ = run(made(sg.rtrl, model, form=form), params, split(chunk, (1, 1, 1, 1)))
+    grads, _, _ = run(made(RTRL[form], model), params, split(chunk, (1, 1, 1, 1)))
     np.testing.assert_allclose(ravel_pytree(grads.cell)[0], oracle.rtrl(model, params, chunk, "state"), rtol=1e-10)
 
 

@@ -187,7 +187,7 @@ QUICK = {
     ("rtrl", "flax", "float32-under-x64"),
     ("snap", "flax", "float32-under-x64"),
     ("ok", "gru", "strict"),
-    ("tbptt", "gru", "strict"),
+    ("windowed_bptt", "gru", "strict"),
     ("ok", "gru", "bfloat16"),
     ("sketch", "gru", "bfloat16"),
     ("rflo", "gru", "bfloat16"),
@@ -268,10 +268,10 @@ def test_many_streams_acting_and_running(kind, cell):
         model = new_model(cell)
         params, est = of_kind(kind, numbers_of(cell)), sg.rtrl(model)
         grads, state, _ = est.update(params, est.init(params), chunk, None)
-        output, acted = est.advance(params, est.init(params), chunk.inputs, None, chunk.reset)
+        output, _, trace = est.advance(params, est.init(params), chunk.inputs, None, chunk.reset)
         predicted = jax.vmap(model.head.predict, in_axes=(None, 0))(params.head, output)
         missed, weights = predicted - chunk.targets.astype(predicted.dtype), params.head["w"].astype(predicted.dtype)
-        credit = est.credit(params, acted, missed @ weights)
+        credit = est.credit(params, trace, missed @ weights)
         assert dtypes(credit) == dtypes(params.cell)
         assert apart(wide(credit), wide(grads.cell)) < kind.tolerance
         outputs, end = model.run(params, model.init_state(params), chunk.inputs, chunk.reset)
@@ -371,7 +371,7 @@ def test_theory_of_narrow_parameters(dtype):
     model = model_of("gru")
     params = in_turns(numbers_of("gru"), (dtype, jnp.float32))
     chunk = jax.tree.map(jnp.asarray, chunks()[1])
-    got = sg.variance.collect(model, params, chunk)
-    want = sg.variance.collect(model, wide(params), chunk)
+    got = sg.theory.collect(model, params, chunk)
+    want = sg.theory.collect(model, wide(params), chunk)
     assert got.b.dtype == jnp.float32
     assert apart(wide(got.gradient), wide(want.gradient)) < 1e-5

@@ -9,7 +9,7 @@ import streamgrad as sg
 from streamgrad.engine.learning_signal import random_weights
 from streamgrad.step.row_units import find_row_units
 from tests.reference import local as oracle
-from tests.tools import bptt, error, few, made, make_chunk, make_params, one_sentence, run, split
+from tests.tools import SNAP, bptt, error, few, made, make_chunk, make_params, one_sentence, run, split
 
 CELLS = {
     "vanilla": sg.cells.vanilla(2, 3),
@@ -25,8 +25,15 @@ CELLS = {
     "stack": sg.cells.stack(sg.cells.vanilla(2, 3), sg.cells.lstm(3, 2)),
     "lrus": sg.cells.stack(sg.cells.lru(2, 2, 3), sg.cells.lru(3, 2, 2), sg.cells.lru(2, 2)),
 }
-# As the estimators see them, so that parameters are matrices in the textbooks too.
-MODELS = {name: sg.Model(cell, sg.heads.squared_error(2)).inner for name, cell in CELLS.items()}
+
+
+def over_matrices(cell):
+    """A model of the cell as the estimators see it, so that parameters are matrices in the textbooks too."""
+    model = sg.Model(cell, sg.heads.squared_error(2))
+    return sg.Model(sg.worked(model).cell, model.head)
+
+
+MODELS = {name: over_matrices(cell) for name, cell in CELLS.items()}
 DIAGONAL = ("lru", "rtu", "elstm", "mingru")
 
 
@@ -54,7 +61,7 @@ FORMS += [(name, "steps") for name in ("gru", "adaptive lif", "stack")]
 
 @pytest.mark.parametrize("name, form", few(FORMS, ("lstm", "chunks")))
 def test_snap(name, form):
-    check(sg.snap, oracle.snap, name, {"form": form}, {})
+    check(SNAP[form], oracle.snap, name, {})
 
 
 @pytest.mark.parametrize("name", few(["vanilla", "lstm"], "vanilla"))
@@ -62,16 +69,16 @@ def test_snap_of_a_full_pattern_is_rtrl(name):
     model, params, chunk = setup(name)
     want = bptt(model, params, chunk)
     assert error(run(made(sg.snap, model), params, [chunk])[0], want) > 1e-3
-    for form in ("chunks", "steps"):
-        got = run(sg.snap(model, order=2, form=form), params, split(chunk, (3, 3, 3)))[0]
+    for make in SNAP.values():
+        got = run(make(model, order=2), params, split(chunk, (3, 3, 3)))[0]
         assert error(got, want) < 1e-10
 
 
 @pytest.mark.parametrize("name", few(DIAGONAL, "lru"))
 def test_snap_of_a_diagonal_cell_is_rtrl(name):
     model, params, chunk = setup(name)
-    for form in ("chunks", "steps"):
-        got = run(made(sg.snap, model, form=form), params, split(chunk, (3, 3, 3)))[0]
+    for make in SNAP.values():
+        got = run(made(make, model), params, split(chunk, (3, 3, 3)))[0]
         assert error(got, bptt(model, params, chunk)) < 1e-10
 
 
@@ -97,9 +104,9 @@ HIGHER = [(1, "chunks", 7), (2, "chunks", 7), (5, "chunks", 11), (2, "steps", 7)
 @pytest.mark.parametrize("order, form, size", few(HIGHER, (2, "chunks", 7)))
 def test_snap_of_higher_orders(order, form, size):
     """On a ring of units SnAp-n keeps those at most n - 1 places away."""
-    model = sg.Model(lattice(size), sg.heads.squared_error(2)).inner
+    model = over_matrices(lattice(size))
     params, chunk = make_params(model), make_chunk(model, 8, reset=(2,))
-    est = sg.snap(model, order=order, form=form)
+    est = SNAP[form](model, order=order)
     memory = est.init(params).memory
     kept = map(len, memory) if form == "chunks" else (leaf.shape[0] for leaf in jax.tree.leaves(memory))
     assert set(kept) == {2 * order - 1 if size > 6 else 6}  # of which five count in each row
@@ -126,7 +133,7 @@ def test_snap_of_own_and_common_units(form):
     """What a row's own unit hears from the common one counts, too."""
     model = sg.Model(hub(6), sg.heads.squared_error(2))
     params, chunk = make_params(model), make_chunk(model, 8, reset=(5,))
-    got = run(sg.snap(model, form=form), params, split(chunk, (4, 4)))[0]
+    got = run(SNAP[form](model), params, split(chunk, (4, 4)))[0]
     assert error(got.cell, oracle.snap(model, params, chunk)) < 1e-10
 
 
@@ -191,7 +198,7 @@ def test_snap_of_odd_steps(step, shape, form):
     )
     model = sg.Model(cell, sg.heads.squared_error(2))
     params, chunk = make_params(model), make_chunk(model, 8, reset=(5,))
-    got = run(sg.snap(model, form=form), params, split(chunk, (4, 1, 3)))[0]
+    got = run(SNAP[form](model), params, split(chunk, (4, 1, 3)))[0]
     assert error(got.cell, oracle.snap(model, params, chunk)) < 1e-10
     assert error(got, bptt(model, params, chunk)) > 1e-3  # something is left out of both
 
@@ -200,7 +207,7 @@ def test_snap_of_odd_steps(step, shape, form):
 def test_snap_of_a_wide_upper_layer():
     """Units of the upper layer are reached by some rows of the lower one alone, and are moved for all of them."""
     cell = sg.cells.stack(sg.cells.lstm(2, 3), sg.cells.lstm(3, 6))
-    model = sg.Model(cell, sg.heads.squared_error(2)).inner
+    model = over_matrices(cell)
     params, chunk = make_params(model), make_chunk(model, 5)
     got = run(sg.snap(model), params, [chunk])[0]
     assert error(got.cell, oracle.snap(model, params, chunk)) < 1e-10

@@ -105,8 +105,8 @@ def test_variance_without_a_baseline(shaped):
     sigmas = np.array([1e-2, 1e-3, 1e-4])
     measured = np.asarray(variance(jnp.asarray(sigmas)))
     assert abs(np.polyfit(np.log(sigmas), np.log(measured), 1)[0] + 2) < 0.1
-    ep = sg.variance.collect(model, params, chunk, cut="state")
-    predicted = [float(sg.variance.score_variance(ep, sigma, q0)) for sigma in sigmas]
+    ep = sg.theory.collect(model, params, chunk, cut="state")
+    predicted = [float(sg.theory.score_variance(ep, sigma, q0)) for sigma in sigmas]
     np.testing.assert_allclose(measured, predicted, rtol=0.05)
 
 
@@ -235,9 +235,9 @@ def test_noise_shaped_for_the_state():
     in less than 1e-6 of all seeds. Seeds 0 to 5 were within 2.7%.
     """
     model, params, chunk, n = setup("lstm", length=8)
-    ep = sg.variance.collect(model, params, chunk, cut="state")
-    best = sg.variance.state_q0(ep, damping=0.0)
-    log_v = jax.jit(lambda q0: jnp.log(sg.variance.v(ep, None, q0)))
+    ep = sg.theory.collect(model, params, chunk, cut="state")
+    best = sg.theory.state_q0(ep, damping=0.0)
+    log_v = jax.jit(lambda q0: jnp.log(sg.theory.v(ep, None, q0)))
     assert float(log_v(best)) < float(log_v(jnp.eye(n))) - 0.3
     np.testing.assert_allclose(jax.grad(log_v)(best), np.zeros((n, n)), atol=1e-6)
     np.testing.assert_allclose(jnp.trace(best @ best.T), n)
@@ -245,7 +245,7 @@ def test_noise_shaped_for_the_state():
     est = sg.reinforce(model, 1e-5, q0=best)
     state, keys = est.init(params), jax.random.split(jax.random.key(0), 40_000)
     grads = jax.jit(jax.vmap(lambda key: ravel_pytree(est.update(params, state, chunk, key)[0].cell)[0]))(keys)
-    predicted = float(sg.variance.total_variance(ep, None, best))
+    predicted = float(sg.theory.total_variance(ep, None, best))
     np.testing.assert_allclose(float(jnp.sum(jnp.var(grads, axis=0))), predicted, rtol=0.05)
 
 
@@ -308,7 +308,7 @@ ERRORS = {
         "follows a schedule",
     ),
     "episode": (
-        lambda: sg.variance.score_variance(sg.variance.collect(MODEL, make_params(MODEL), make_chunk(MODEL, 2)), 1),
+        lambda: sg.theory.score_variance(sg.theory.collect(MODEL, make_params(MODEL), make_chunk(MODEL, 2)), 1),
         "at the cut 'state', not 'preactivation'",
     ),
 }

@@ -13,33 +13,39 @@ import pytest
 
 import streamgrad as sg
 from streamgrad.base import Model
+from streamgrad.estimators.rtrl import rtrl_by_steps
+from streamgrad.estimators.snap import snap_by_steps
+from streamgrad.estimators.uoro import uoro_plain
 from tests.estimators.registered import CASES, where
 from tests.tools import error, few, make_chunk, make_model, make_params
 
 BAD = {"nan": np.nan, "inf": np.inf}
 OTHERS = {
-    "rtrl by steps": lambda model: sg.rtrl(model, form="steps"),
+    "rtrl by steps": rtrl_by_steps,
     "rtrl of a cell without products": lambda model: sg.rtrl(make_model("nested")),
     "rtrl, diagonal": lambda model: sg.rtrl(diagonal()),
     "local_rtrl of a stack": lambda model: sg.local_rtrl(make_model("stack")),
     "ok of rank 1": lambda model: sg.ok(model, rank=1),
     "snap by backpropagation": lambda model: sg.snap(lstm(), inside="backprop"),
-    "snap by steps": lambda model: sg.snap(lstm(), form="steps"),
+    "snap by steps": lambda model: snap_by_steps(lstm()),
     "eprop with random feedback": lambda model: sg.eprop(lstm(), feedback="random"),
-    "uoro in its plain form": lambda model: sg.uoro(model, form="plain"),
+    "uoro in its plain form": uoro_plain,
     "uoro, current step exact": lambda model: sg.uoro(model, immediate="exact"),
     "uoro without rescaling": lambda model: sg.uoro(model, rescale="none"),
-    "uoro across chunks": lambda model: sg.uoro(model, inside="backprop"),
-    "uoro across chunks in blocks": lambda model: sg.uoro(model, inside="backprop", blocks=2),
-    "tbptt in blocks": lambda model: sg.tbptt(model, window=6, every=2),
-    "tbptt replayed": lambda model: sg.tbptt(model, window=6, every=2, replay=True),
+    "uoro across chunks": sg.uoro_across,
+    "uoro across chunks in blocks": lambda model: sg.uoro_across(model, blocks=2),
+    "windowed_bptt in blocks": lambda model: sg.windowed_bptt(model, window=6, every=2),
+    "windowed_bptt replayed": lambda model: sg.windowed_bptt(model, window=6, every=2, replay=True),
     "reinforce, average": lambda model: sg.reinforce(model, baseline="average"),
     "reinforce, average by position": lambda model: sg.reinforce(model, baseline="average", positions=8),
     "carried": lambda model: sg.carried(sg.uoro(model), window=2, least=1, refresh=1),
     "carried, episodes": lambda model: sg.carried(sg.uoro(model), episode=4, least=1, refresh=1),
 }
 # Those that go through a chunk in ways of their own; the rest are among the slow tests.
-QUICK = ("rtrl", "ok-preactivation", "uoro-preactivation", "snap-preactivation", "dni", "reinforce-state", "tbptt")
+QUICK = (
+    *("rtrl", "ok-preactivation", "uoro-preactivation", "snap-preactivation", "dni", "reinforce-state"),
+    "windowed_bptt",
+)
 # They go on through resets: only what is not finite is begun anew.
 ONGOING = ("reinforce, average", "reinforce, average by position")
 
@@ -68,7 +74,7 @@ def make(name: str) -> sg.GradientEstimator:
 def batch_of(name: str) -> sg.GradientEstimator:
     # Whose streams meet in what they share as well.
     if name == SHRUNK:
-        return sg.monitored(sg.batched(sg.uoro(make_model("vanilla"), inside="backprop", shrink="auto"), 3))
+        return sg.monitored(sg.batched(sg.uoro_across(make_model("vanilla"), shrink="auto"), 3))
     return sg.batched(make(name), 3)
 
 
@@ -142,7 +148,7 @@ def test_a_reset_at_the_beginning(name, bad):
     got, want = (est.advance(params, start, chunk.inputs, key, chunk.reset) for start in (gone, fresh))
     assert same((got[0], got[1].cell, got[1].memory), (want[0], want[1].cell, want[1].memory))
     signal = jnp.ones_like(got[0])
-    assert same(*(est.credit(params, state, signal) for _, state in (got, want)))
+    assert same(*(est.credit(params, trace, signal) for _, _, trace in (got, want)))
 
 
 @each

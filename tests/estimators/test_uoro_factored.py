@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
+from streamgrad.engine.chunk import in_stretches
 from streamgrad.estimators import uoro_factored
+from streamgrad.estimators.uoro import uoro_plain
 from tests.tools import cut_size, error, few, make_chunk, make_model, make_params, random_alpha, split
 
 # Longer than a block of GIR (16 steps for so few rows), and no multiple of it nor of the few steps inside.
@@ -18,8 +20,8 @@ def both_forms(model, dtype, reset, lengths=LENGTHS, **options):
     params = make_params(model, dtype=dtype)
     chunks = list(split(make_chunk(model, sum(lengths), dtype=dtype, reset=reset), lengths))
     results = []
-    for form in ("plain", "auto"):
-        est = sg.uoro(model, form=form, **options)
+    for make in (uoro_plain, sg.uoro):
+        est = make(model, **options)
         state, total = est.init(params), None
         for i, chunk in enumerate(chunks):
             grads, state, info = est.update(params, state, chunk, jax.random.key(i))
@@ -97,6 +99,6 @@ def test_blocks_cover_every_length():
 
     steps = jnp.arange(23.0)
     for size in (1, 4, 8, 23):
-        end, kept = uoro_factored.in_blocks(advance, 0.0, steps, 23, size)
+        end, kept = in_stretches(advance, 0.0, steps, size)
         np.testing.assert_array_equal(kept, np.cumsum(steps))
         assert end == np.sum(steps)

@@ -127,7 +127,7 @@ def test_beta_is_that_of_the_theory():
     """With signs at the preactivations, and nothing averaged over time, β is that of `greedy_alpha`, free of noise."""
     model = make_model("vanilla", n_hidden=4)
     params, chunk = make_params(model), make_chunk(model, 5, reset=(2,))
-    want = sg.variance.greedy_alpha(sg.variance.collect(model, params, chunk), groups=2).beta
+    want = sg.theory.greedy_alpha(sg.theory.collect(model, params, chunk), groups=2).beta
     est = sg.uoro(model, rescale=sg.noise.greedy(decay=0.0), groups=2)
     info = est.update(params, est.init(params), chunk, jax.random.key(0))[2]
     np.testing.assert_allclose(info.diagnostics["beta"], want, rtol=1e-10)
@@ -140,7 +140,7 @@ def test_coefficients_of_preuoro_are_those_of_the_theory():
     """
     model = make_model("vanilla", n_hidden=4)
     params, chunk = make_params(model), make_chunk(model, 5, reset=(2,))
-    want = sg.variance.greedy_alpha(sg.variance.collect(model, params, chunk))
+    want = sg.theory.greedy_alpha(sg.theory.collect(model, params, chunk))
     est = sg.preuoro(model, rescale=sg.noise.greedy(decay=0.0))
     told = est.update(params, est.init(params), chunk, jax.random.key(0))[2].diagnostics
     np.testing.assert_allclose(told["beta"][:, 0] * 4**0.25, want.beta, rtol=1e-10)

@@ -11,7 +11,7 @@ from tests.reference import local, truncated
 from tests.reference.unrolled import gradients, jacobians
 
 eprop, immediate, local_rtrl, rflo, snap = local.eprop, local.immediate, local.local_rtrl, local.rflo, local.snap
-dni, tbptt = truncated.dni, truncated.tbptt
+dni, windowed_bptt = truncated.dni, truncated.windowed_bptt
 
 
 def rtrl(model, params, chunk, cut):

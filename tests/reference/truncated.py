@@ -8,7 +8,7 @@ from jax.flatten_util import ravel_pytree
 from tests.reference.unrolled import jacobians, linearised, losses, resets
 
 
-def tbptt(model, params, chunk, window, every=1):
+def windowed_bptt(model, params, chunk, window, every=1):
     """Σ_t Σ_{e(t)-window < s <= t} dL_t/dθ_s by its definition: one copy of the parameters for each step.
 
     e(t) is the last step of the block of `every` steps that t is in.
@@ -22,7 +22,7 @@ def tbptt(model, params, chunk, window, every=1):
     return jax.tree.map(lambda leaf: jnp.tensordot(near, leaf, axes=((0, 1), (0, 1))), each)
 
 
-def tbptt_stream(model, params, chunks, window, every=1, replay=False):
+def windowed_bptt_stream(model, params, chunks, window, every=1, replay=False):
     """Williams and Peng's BPTT(window; every), step by step, with other parameters for each chunk.
 
     All of the stream is remembered. Credit passes through an old step as it is linearised at the state that it began

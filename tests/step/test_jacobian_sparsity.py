@@ -96,7 +96,8 @@ MODELS = {name: sg.Model(cell, sg.heads.squared_error(2)) for name, cell in CELL
 
 def somewhere(model):
     """Where dh/dh and dh/dz are non-zero at some of many points."""
-    cell, cut = model.cell, model.cell.cuts["preactivation"]
+    cell = sg.worked(model).cell
+    cut = cell.cuts["preactivation"]
     _, unravel = ravel_pytree(cell.init_state())
 
     @jax.jit
@@ -120,7 +121,7 @@ def somewhere(model):
 
 @pytest.mark.parametrize("name", few(CELLS, "gru", "masked", "masked twice", "columns"))
 def test_pattern_is_where_derivatives_are(name):
-    pattern = find_jacobian_pattern(MODELS[name])
+    pattern = find_jacobian_pattern(sg.worked(MODELS[name]))
     state, cut = somewhere(MODELS[name])
     assert not np.any(state & ~pattern.state) and not np.any(cut & ~pattern.cut)
     if name != "odd":
@@ -149,7 +150,7 @@ def test_what_is_not_read_has_no_influence():
 
 
 def test_features_of_another_preactivation_are_no_features_of_the_state():
-    assert feature_pattern(MODELS["stack"]) is None
+    assert feature_pattern(sg.worked(MODELS["stack"])) is None
     (found,) = feature_pattern(MODELS["lstm"])
     np.testing.assert_array_equal(found, np.eye(6, dtype=bool)[:, :6] & (np.arange(6) < 3)[:, None])
 

@@ -13,7 +13,7 @@ from tests import tools
 
 # Matrices are padded to one of these, as every size would be compiled; zero rows and columns play no part.
 PADDED = (8, 24, 64)
-solve = jax.jit(jax.vmap(lambda c: sg.variance.optimal_alpha(c, max_iterations=50)))
+solve = jax.jit(jax.vmap(lambda c: sg.theory.optimal_alpha(c, max_iterations=50)))
 
 
 @functools.cache
@@ -25,9 +25,9 @@ def hard_matrices() -> list[np.ndarray]:
 
 
 @functools.cache
-def solutions() -> list[sg.variance.Solution]:
+def solutions() -> list[sg.theory.Solution]:
     matrices = hard_matrices()
-    found: dict[int, sg.variance.Solution] = {}
+    found: dict[int, sg.theory.Solution] = {}
     for low, high in zip((1, *PADDED), PADDED, strict=False):
         mine = [i for i, c in enumerate(matrices) if low < len(c) <= high]
         together = np.stack([np.pad(matrices[i], (0, high - len(matrices[i]))) for i in mine])
@@ -82,7 +82,7 @@ def test_no_worse_than_scipy():
 
 def test_alpha_has_a_geometric_mean_of_one():
     for c in hard_matrices()[:12]:
-        alpha = np.asarray(sg.variance.optimal_alpha(jnp.asarray(np.pad(c, (0, PADDED[1] - len(c))))).alpha)
+        alpha = np.asarray(sg.theory.optimal_alpha(jnp.asarray(np.pad(c, (0, PADDED[1] - len(c))))).alpha)
         assert np.all(alpha > 0) and abs(np.mean(np.log(alpha))) < 1e-10
 
 
@@ -121,7 +121,7 @@ def test_scale_and_diagonal_do_not_matter(scale):
 def test_zero_rows_and_columns_have_a_finite_answer():
     rng = np.random.default_rng(3)
     c = rng.uniform(0.5, 1, size=(6, 6))
-    rest = sg.variance.optimal_alpha(jnp.asarray(np.delete(np.delete(c, 2, 0), 2, 1)))
+    rest = sg.theory.optimal_alpha(jnp.asarray(np.delete(np.delete(c, 2, 0), 2, 1)))
     for kind in ("row", "column", "both"):
         dead = c.copy()
         if kind != "column":
@@ -129,31 +129,31 @@ def test_zero_rows_and_columns_have_a_finite_answer():
         if kind != "row":
             dead[:, 2] = 0
         for dtype in (jnp.float64, jnp.float32):
-            sol = sg.variance.optimal_alpha(jnp.asarray(dead, dtype))
+            sol = sg.theory.optimal_alpha(jnp.asarray(dead, dtype))
             assert bool(sol.converged)
             assert np.all(np.isfinite(sol.alpha)) and np.all(sol.alpha > 0)
             # the infimum is what the other steps have among themselves
             assert float(sol.value) == pytest.approx(float(rest.value), rel=1e-5)
     for nothing in (jnp.zeros((4, 4)), jnp.ones((1, 1))):
-        sol = sg.variance.optimal_alpha(nothing)
+        sol = sg.theory.optimal_alpha(nothing)
         np.testing.assert_array_equal(sol.alpha, 1)
         assert bool(sol.converged) and float(sol.value) == float(jnp.trace(nothing))
     # nothing comes back, as where the state is cut: the infimum is 0
-    triangular = sg.variance.optimal_alpha(jnp.asarray(np.triu(c, 1)))
+    triangular = sg.theory.optimal_alpha(jnp.asarray(np.triu(c, 1)))
     assert np.all(np.isfinite(triangular.alpha)) and triangular.value < 1e-4
 
 
 def test_says_what_to_try():
     c = jnp.asarray(hard_matrices()[20])
-    assert "converged in" in sg.variance.optimal_alpha(c).message()
-    stopped = sg.variance.optimal_alpha(c, max_iterations=0)
+    assert "converged in" in sg.theory.optimal_alpha(c).message()
+    stopped = sg.theory.optimal_alpha(c, max_iterations=0)
     assert not bool(stopped.converged) and "max_iterations" in stopped.message()
-    broken = sg.variance.optimal_alpha(c.at[0, 1].set(jnp.nan))
+    broken = sg.theory.optimal_alpha(c.at[0, 1].set(jnp.nan))
     assert not bool(broken.converged) and "NaN" in broken.message()
     with pytest.raises(ValueError, match="square"):
-        sg.variance.optimal_alpha(jnp.ones((2, 3)))
+        sg.theory.optimal_alpha(jnp.ones((2, 3)))
     with pytest.raises(ValueError, match="negative"):
-        sg.variance.optimal_alpha(-jnp.ones((2, 2)))
+        sg.theory.optimal_alpha(-jnp.ones((2, 2)))
 
 
 def rows_of_strokes(length: int = 28) -> np.ndarray:
@@ -177,10 +177,10 @@ def test_float32_is_as_good_on_episodes():
 
         def one(image):
             chunk = sg.Chunk(image.astype(dtype), jnp.full(28, 3))
-            ep = sg.variance.collect(model, params, chunk)
-            q0 = sg.variance.optimal_q0(sg.variance.b_matrix(ep))
-            both = jnp.stack([sg.variance.c_matrix(ep), sg.variance.c_matrix(ep, q0)])
-            return both, jax.vmap(sg.variance.optimal_alpha)(both)
+            ep = sg.theory.collect(model, params, chunk)
+            q0 = sg.theory.optimal_q0(sg.theory.b_matrix(ep))
+            both = jnp.stack([sg.theory.c_matrix(ep), sg.theory.c_matrix(ep, q0)])
+            return both, jax.vmap(sg.theory.optimal_alpha)(both)
 
         return jax.vmap(one)(images)
 
@@ -201,9 +201,9 @@ def test_alternation_never_increases_v(cell, groups, damping=0.3):
 
     @jax.jit
     def everything():
-        ep = sg.variance.collect(model, params, chunk)
-        best = sg.variance.optimise(ep, groups, rounds=4, damping=damping)
-        return best, sg.variance.v(ep, groups=groups), sg.variance.v(ep, best.alpha, best.q0, groups)
+        ep = sg.theory.collect(model, params, chunk)
+        best = sg.theory.optimise(ep, groups, rounds=4, damping=damping)
+        return best, sg.theory.v(ep, groups=groups), sg.theory.v(ep, best.alpha, best.q0, groups)
 
     best, start, end = everything()
     history = np.asarray(best.history)
@@ -215,6 +215,6 @@ def test_alternation_never_increases_v(cell, groups, damping=0.3):
 
 def test_joint_needs_the_matrices_apart():
     model = tools.make_model("gru", 1, 1)
-    ep = sg.variance.collect(model, tools.make_params(model), tools.make_chunk(model, 2))
+    ep = sg.theory.collect(model, tools.make_params(model), tools.make_chunk(model, 2))
     with pytest.raises(ValueError, match="at least 2 groups"):
-        sg.variance.optimise(ep)
+        sg.theory.optimise(ep)

@@ -35,13 +35,13 @@ def test_equals_the_episode(cell, groups, reset, block):
 
     @functools.partial(jax.jit, static_argnums=0)
     def everything(keep):
-        ep = sg.variance.collect(model, params, chunk, block=block, keep=keep)
+        ep = sg.theory.collect(model, params, chunk, block=block, keep=keep)
         return (
-            sg.variance.c_matrix(ep, q0, groups),
-            sg.variance.c_matrix(ep, q0, groups, per_group=True),
-            sg.variance.b_matrix(ep, alpha, groups),
-            sg.variance.v(ep, alpha, q0, groups),
-            sg.variance.total_variance(ep, alpha, q0, groups, -2.0),
+            sg.theory.c_matrix(ep, q0, groups),
+            sg.theory.c_matrix(ep, q0, groups, per_group=True),
+            sg.theory.b_matrix(ep, alpha, groups),
+            sg.theory.v(ep, alpha, q0, groups),
+            sg.theory.total_variance(ep, alpha, q0, groups, -2.0),
         )
 
     for want, got in zip(everything(True), everything(False), strict=True):
@@ -53,7 +53,7 @@ def test_one_reverse_pass_on_the_truncated_loss_is_g():
     model = tools.make_model("lstm", 1, 1)
     params = tools.make_params(model)
     chunk = tools.make_chunk(model, 4)
-    ep = jax.jit(lambda: sg.variance.collect(model, params, chunk))()
+    ep = jax.jit(lambda: sg.theory.collect(model, params, chunk))()
 
     def truncated(dz, q):
         return jnp.sum(jnp.where(jnp.arange(4) >= q, unrolled.losses(model, params, chunk, "preactivation", dz), 0))
@@ -69,7 +69,7 @@ def test_memory_does_not_grow_with_the_square_of_time():
     params = tools.make_params(model)
 
     def b_matrix(chunk):
-        return sg.variance.b_matrix(sg.variance.collect(model, params, chunk, block=8, keep=False))
+        return sg.theory.b_matrix(sg.theory.collect(model, params, chunk, block=8, keep=False))
 
     def bytes_for(length):
         chunk = sg.Chunk(jnp.zeros((length, 1)), jnp.zeros((length, 2)))
@@ -89,7 +89,7 @@ def test_an_episode_without_b_is_a_pytree():
     together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[tools.make_chunk(model, 5, seed) for seed in range(2)])
 
     def collect(keep):
-        return jax.jit(jax.vmap(lambda chunk: sg.variance.collect(model, params, chunk, "state", 2, keep)))(together)
+        return jax.jit(jax.vmap(lambda chunk: sg.theory.collect(model, params, chunk, "state", 2, keep)))(together)
 
-    total = jax.jit(jax.vmap(lambda ep: sg.variance.total_variance(ep, kurtosis=-2.0)))
+    total = jax.jit(jax.vmap(lambda ep: sg.theory.total_variance(ep, kurtosis=-2.0)))
     np.testing.assert_allclose(total(collect(False)), total(collect(True)), rtol=1e-10)

@@ -18,17 +18,17 @@ def test_gaussian_noise_within_three_standard_errors(kind):
     model = tools.make_model("lstm", 1, 1)
     params = tools.make_params(model, seed=3)
     chunk = tools.make_chunk(model, 3, seed=4)
-    ep = jax.jit(lambda: sg.variance.collect(model, params, chunk))()
+    ep = jax.jit(lambda: sg.theory.collect(model, params, chunk))()
     alpha = tools.random_alpha(3)
     if kind == "preuoro":
         est = sg.preuoro(model, noise="gaussian", rescale=jnp.asarray(alpha))
-        want = sg.variance.total_variance(ep, alpha, groups=ep.size)
+        want = sg.theory.total_variance(ep, alpha, groups=ep.size)
     else:
         groups = 1 if kind == "uoro" else 2
         q0 = tools.random_q0(4) if kind == "uoro" else tools.random_alpha(4)
         est = sg.uoro(model, noise="gaussian", rescale=jnp.asarray(alpha), groups=groups, q0=q0)
-        want = sg.variance.total_variance(ep, alpha, q0, groups)
-    got = sg.variance.empirical(est, params, chunk, jax.random.key(1), 200_000, block=20_000)
+        want = sg.theory.total_variance(ep, alpha, q0, groups)
+    got = sg.theory.empirical(est, params, chunk, jax.random.key(1), 200_000, block=20_000)
     assert abs(got.total_variance - want) < 3 * got.total_variance_error
     assert got.total_variance_error < 0.05 * want
     flat, exact = ravel_pytree(got.mean)[0], ravel_pytree(ep.gradient)[0]
@@ -44,7 +44,7 @@ def test_equals_numpy(n, block):
     params = tools.make_params(model)
     chunk = tools.make_chunk(model, 3)
     est = sg.uoro(model, noise="gaussian", rescale="none")
-    got = sg.variance.empirical(est, params, chunk, jax.random.key(2), n, block)
+    got = sg.theory.empirical(est, params, chunk, jax.random.key(2), n, block)
     state = est.init(params)
     keys = jax.random.split(jax.random.key(2), n)
     samples = np.stack([ravel_pytree(est.update(params, state, chunk, k)[0])[0] for k in keys])
@@ -77,12 +77,12 @@ def test_any_registered_estimator():
     chunk = tools.make_chunk(model, 3)
     for name in ("uoro", "rtrl"):
         row = sg.estimators.find_estimator(name)
-        got = sg.variance.empirical(row.make(model, **row.options), params, chunk, jax.random.key(0), 8)
+        got = sg.theory.empirical(row.make(model, **row.options), params, chunk, jax.random.key(0), 8)
         assert (float(got.total_variance) < 1e-20) == (row.promise != "unbiased")
     together = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), chunk)
     batched = sg.batched(sg.uoro(model), 2)
-    assert sg.variance.empirical(batched, params, together, jax.random.key(0), 8).total_variance > 0
+    assert sg.theory.empirical(batched, params, together, jax.random.key(0), 8).total_variance > 0
     with pytest.raises(ValueError, match="n must be"):
-        sg.variance.empirical(batched, params, together, jax.random.key(0), 1)
+        sg.theory.empirical(batched, params, together, jax.random.key(0), 1)
     with pytest.raises(ValueError, match="key"):
-        sg.variance.empirical(batched, params, together, None, 8)
+        sg.theory.empirical(batched, params, together, None, 8)

@@ -26,7 +26,7 @@ def case(cell: str, reset=None, cut="preactivation"):
     model = tools.make_model(cell, n_in, n_hidden)
     params = tools.make_params(model, seed=3)
     chunk = tools.make_chunk(model, LENGTH, seed=4, reset=reset)
-    return model, params, chunk, jax.jit(lambda: sg.variance.collect(model, params, chunk, cut))()
+    return model, params, chunk, jax.jit(lambda: sg.theory.collect(model, params, chunk, cut))()
 
 
 def enumerated(est, params, chunk, patterns):
@@ -45,12 +45,12 @@ def test_prediction_across_chunks():
     """It is told the α of every chunk, and the last one's has no say: noise that the last chunk adds is never seen."""
     model = tools.make_model("vanilla")
     chunk = tools.make_chunk(model, 6)
-    ep = sg.variance.collect_chunks(model, tools.make_params(model), chunk, length=2)
-    alpha, options = jnp.asarray(tools.random_alpha(3, 2)), {"inside": "backprop", "blocks": 2}
-    found = find_prediction("uoro", options).variance(ep, alpha, options)
-    want = sg.variance.across_variance(ep, alpha[:2], 2, kurtosis=-2.0)
+    ep = sg.theory.collect_chunks(model, tools.make_params(model), chunk, length=2)
+    alpha, options = jnp.asarray(tools.random_alpha(3, 2)), {"blocks": 2}
+    found = find_prediction("uoro_across", options).variance(ep, alpha, options)
+    want = sg.theory.across_variance(ep, alpha[:2], 2, kurtosis=-2.0)
     np.testing.assert_allclose(found, want, rtol=1e-12)
-    assert not np.isclose(want, sg.variance.across_variance(ep, alpha[1:], 2, kurtosis=-2.0))
+    assert not np.isclose(want, sg.theory.across_variance(ep, alpha[1:], 2, kurtosis=-2.0))
 
 
 COLLECTED = [
@@ -68,7 +68,7 @@ def test_collect_is_the_definition(cell, cut, reset, block):
     model = tools.make_model(cell, 1, 2)
     params = tools.make_params(model)
     chunk = tools.make_chunk(model, 5, reset=reset)
-    ep = jax.jit(lambda: sg.variance.collect(model, params, chunk, cut, block=block))()
+    ep = jax.jit(lambda: sg.theory.collect(model, params, chunk, cut, block=block))()
     b = textbook.gradients(model, params, chunk, cut)
     np.testing.assert_allclose(ep.b, b, atol=1e-12)
     jacobian = dense_jacobian(ep)
@@ -81,7 +81,7 @@ def test_collect_is_the_definition(cell, cut, reset, block):
 
 
 def both(*kind):
-    return sg.variance.covariance(*kind), sg.variance.total_variance(*kind)
+    return sg.theory.covariance(*kind), sg.theory.total_variance(*kind)
 
 
 def check_against_enumeration(est, params, chunk, patterns, theory):
@@ -123,7 +123,7 @@ def test_enumeration_equals_theory_for_one_full_matrix(cell):
 
     total = check_against_enumeration(est, params, chunk, tools.all_signs(LENGTH, ep.size), theory)
     # the wrong way round it is not the same
-    assert abs(sg.variance.total_variance(ep, alpha, q0.T, kurtosis=-2.0) / total - 1) > 1e-3
+    assert abs(sg.theory.total_variance(ep, alpha, q0.T, kurtosis=-2.0) / total - 1) > 1e-3
 
 
 @pytest.mark.parametrize("cell", tools.few(SIZES, "lstm"))
@@ -153,7 +153,7 @@ def test_enumeration_equals_theory_for_preuoro(cell, reset):
     if reset is not None:
         alpha = alpha[np.array([0, 1, 2, 0, 1, 2, 0, 1])]
 
-    ep = jax.jit(lambda: sg.variance.collect(model, params, chunk))()
+    ep = jax.jit(lambda: sg.theory.collect(model, params, chunk))()
     mean, want = enumerated(est, params, chunk, tools.all_signs(length))
     covariance, total = jax.jit(lambda: both(ep, alpha, None, ep.size, -2.0))()
     np.testing.assert_allclose(mean, ravel_pytree(ep.gradient.cell)[0], atol=1e-10)
@@ -175,7 +175,7 @@ def test_textbook_equations(cut, reset, kurtosis):
     covariance, total = both(ep, alpha, q0, 1, kurtosis)
     np.testing.assert_allclose(covariance, want, atol=1e-10 * np.abs(want).max())
     assert abs(total / np.trace(want) - 1) < 1e-10
-    assert abs(sg.variance.v(ep, alpha, q0) / textbook.v(b, jac, alpha, q0, ep.episode) - 1) < 1e-10
+    assert abs(sg.theory.v(ep, alpha, q0) / textbook.v(b, jac, alpha, q0, ep.episode) - 1) < 1e-10
 
 
 GROUPS = [("lstm", 2), ("vanilla", 1), ("vanilla", 4), ("lstm", 1), ("gru", 1), ("gru", 4)]
@@ -190,8 +190,8 @@ def test_v_by_definition_through_c_and_through_b(cell, groups):
     alpha = tools.random_alpha(LENGTH, index.max() + 1)
     b = textbook.gradients(model, params, chunk, "preactivation")
     jac = textbook.jacobians(model, params, chunk, "preactivation")
-    matrices = sg.variance.c_matrix(ep, np.diag(q0) if cell == "gru" and groups == 1 else q0, groups, per_group=True)
-    big_b = np.asarray(sg.variance.b_matrix(ep, alpha, groups))
+    matrices = sg.theory.c_matrix(ep, np.diag(q0) if cell == "gru" and groups == 1 else q0, groups, per_group=True)
+    big_b = np.asarray(sg.theory.b_matrix(ep, alpha, groups))
     by_definition = through_c = through_b = 0.0
     for g in range(index.max() + 1):
         mine = np.flatnonzero(index == g)
@@ -201,7 +201,7 @@ def test_v_by_definition_through_c_and_through_b(cell, groups):
         through_c += float(np.sum(ratio * matrices[g]))
         qq = block @ block.T
         through_b += np.trace(big_b[np.ix_(mine, mine)] @ qq) * np.trace(np.linalg.inv(qq))
-    got = sg.variance.v(ep, alpha, np.diag(q0) if cell == "gru" and groups == 1 else q0, groups)
+    got = sg.theory.v(ep, alpha, np.diag(q0) if cell == "gru" and groups == 1 else q0, groups)
     assert abs(through_c / by_definition - 1) < 1e-10
     assert abs(through_b / by_definition - 1) < 1e-10
     assert abs(got / by_definition - 1) < 1e-10
@@ -210,9 +210,9 @@ def test_v_by_definition_through_c_and_through_b(cell, groups):
 def test_rademacher_is_never_worse_and_groups_help():
     _, _, _, ep = case("lstm")
     for groups in (1, 2, 4):
-        signs = sg.variance.total_variance(ep, kurtosis=-2.0, groups=groups)
-        assert signs <= sg.variance.total_variance(ep, kurtosis=0.0, groups=groups)
-    assert sg.variance.v(ep, groups=4) * 4 == pytest.approx(float(sg.variance.v(ep)))
+        signs = sg.theory.total_variance(ep, kurtosis=-2.0, groups=groups)
+        assert signs <= sg.theory.total_variance(ep, kurtosis=0.0, groups=groups)
+    assert sg.theory.v(ep, groups=4) * 4 == pytest.approx(float(sg.theory.v(ep)))
 
 
 def test_batched_under_vmap_and_jit():
@@ -222,8 +222,8 @@ def test_batched_under_vmap_and_jit():
     together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunks)
 
     def analyse(chunk):
-        ep = sg.variance.collect(model, params, chunk)
-        return sg.variance.total_variance(ep), sg.variance.b_matrix(ep), ep.b
+        ep = sg.theory.collect(model, params, chunk)
+        return sg.theory.total_variance(ep), sg.theory.b_matrix(ep), ep.b
 
     got = jax.jit(jax.vmap(analyse))(together)
     assert tools.error(jax.tree.map(lambda leaf: leaf[0], got), analyse(chunks[0])) < 1e-12  # compiled or not
@@ -235,23 +235,23 @@ def test_batched_under_vmap_and_jit():
 def test_errors_are_one_sentence():
     model, params, chunk, ep = case("lstm")
     with pytest.raises(ValueError, match="not 'params'"):
-        sg.variance.collect(model, params, chunk, "params")
+        sg.theory.collect(model, params, chunk, "params")
     with pytest.raises(ValueError, match="block"):
-        sg.variance.collect(model, params, chunk, block=0)
+        sg.theory.collect(model, params, chunk, block=0)
     with pytest.raises(ValueError, match="alpha must have the shape"):
-        sg.variance.v(ep, jnp.ones(LENGTH + 1))
+        sg.theory.v(ep, jnp.ones(LENGTH + 1))
     with pytest.raises(ValueError, match="alpha must be finite and positive"):
-        sg.variance.v(ep, -jnp.ones(LENGTH))
+        sg.theory.v(ep, -jnp.ones(LENGTH))
     with pytest.raises(ValueError, match="q0 must have the shape"):
-        sg.variance.v(ep, None, jnp.ones(3))
+        sg.theory.v(ep, None, jnp.ones(3))
     with pytest.raises(ValueError, match="groups must divide"):
-        sg.variance.v(ep, groups=3)
-    state = sg.variance.collect(model, params, chunk, "state")
+        sg.theory.v(ep, groups=3)
+    state = sg.theory.collect(model, params, chunk, "state")
     with pytest.raises(ValueError, match="preactivation"):
-        sg.variance.b_matrix(state)
+        sg.theory.b_matrix(state)
     with pytest.raises(ValueError, match="preactivation"):
-        sg.variance.v(state, groups=state.size)
+        sg.theory.v(state, groups=state.size)
     with pytest.raises(ValueError, match="keep=True"):
-        sg.variance.covariance(sg.variance.collect(model, params, chunk, keep=False))
+        sg.theory.covariance(sg.theory.collect(model, params, chunk, keep=False))
     with pytest.raises(ValueError, match="no features"):
         _ = state.feature_norms

@@ -18,7 +18,7 @@ def episode(cell="vanilla", length=5, n_hidden=3, reset=None):
     model = tools.make_model(cell, 1, n_hidden)
     params = tools.make_params(model, seed=2)
     chunk = tools.make_chunk(model, length, seed=5, reset=reset)
-    return model, params, chunk, jax.jit(lambda: sg.variance.collect(model, params, chunk))()
+    return model, params, chunk, jax.jit(lambda: sg.theory.collect(model, params, chunk))()
 
 
 # Appendix B
@@ -29,7 +29,7 @@ def test_single_jacobian_estimate(reset):
     length = 5
     model, params, chunk, _ = episode("lstm", length, 2, reset)
     nu = jnp.asarray(np.random.default_rng(0).normal(size=(length, 8)))
-    terms = jax.jit(lambda: sg.variance.jacobian_terms(model, params, chunk, nu))()
+    terms = jax.jit(lambda: sg.theory.jacobian_terms(model, params, chunk, nu))()
     alpha = tools.random_alpha(length)
 
     def estimate(tau, alpha):
@@ -41,8 +41,8 @@ def test_single_jacobian_estimate(reset):
         samples = np.stack([estimate(tau, alpha) for tau in tools.all_signs(length)])
         return float(np.sum(samples.var(axis=0)))
 
-    np.testing.assert_allclose(sg.variance.jacobian_variance(terms, alpha), variance(alpha), rtol=1e-10)
-    best = np.asarray(sg.variance.jacobian_alpha(terms))
+    np.testing.assert_allclose(sg.theory.jacobian_variance(terms, alpha), variance(alpha), rtol=1e-10)
+    best = np.asarray(sg.theory.jacobian_alpha(terms))
     np.testing.assert_allclose(
         best**2,
         np.where(
@@ -51,12 +51,12 @@ def test_single_jacobian_estimate(reset):
             1,
         ),
     )
-    found = scipy.optimize.minimize(lambda x: float(sg.variance.jacobian_variance(terms, np.exp(x))), np.zeros(length))
-    assert float(sg.variance.jacobian_variance(terms, best)) <= found.fun * (1 + 1e-9)
+    found = scipy.optimize.minimize(lambda x: float(sg.theory.jacobian_variance(terms, np.exp(x))), np.zeros(length))
+    assert float(sg.theory.jacobian_variance(terms, best)) <= found.fun * (1 + 1e-9)
     # the mean over both noises is the Jacobian: with ν the rows of √N I, in turn, it is exact
     whole = 0.0
     for i in range(8):
-        at_i = sg.variance.jacobian_terms(model, params, chunk, jnp.zeros((length, 8)).at[:, i].set(1.0))
+        at_i = sg.theory.jacobian_terms(model, params, chunk, jnp.zeros((length, 8)).at[:, i].set(1.0))
         whole = whole + np.asarray(at_i.pushed).T @ np.asarray(at_i.pulled)
     influence = jacobian_of_the_last_state(model, params, chunk)
     np.testing.assert_allclose(whole, influence, atol=1e-12)
@@ -83,7 +83,7 @@ def test_greedy_minimises_its_objective_at_every_step():
     length = 5
     _, _, _, ep = episode("lstm", length, 2)
     q0 = tools.random_q0(ep.size)
-    got = sg.variance.greedy_alpha(ep, q0)
+    got = sg.theory.greedy_alpha(ep, q0)
     beta, gamma = np.asarray(got.beta), np.asarray(got.gamma)
     b, a = np.asarray(ep.b), np.asarray(ep.features)
     weight = np.sum(a**2, axis=1) * np.trace(np.linalg.inv(q0 @ q0.T))
@@ -118,7 +118,7 @@ def test_greedy_as_ratios_of_expectations():
     length = 3
     model, params, chunk, ep = episode("vanilla", length, 3)
     q0 = tools.random_q0(3)
-    want = sg.variance.greedy_alpha(ep, q0)
+    want = sg.theory.greedy_alpha(ep, q0)
     u = jnp.asarray(tools.all_signs(length, 3))
     state = model.init_state(params)
     vertex = model.cell.cuts["preactivation"]
@@ -128,7 +128,7 @@ def test_greedy_as_ratios_of_expectations():
         _, _, dl_dstate = model.read_out(params.head, at.state, chunk.targets[s])
         propagated, pushed = jax.vmap(at.propagate)(tangent), jax.vmap(at.push)(u[:, s] @ q0.T)
         pulled = jax.vmap(lambda v, at=at: at.pull(v)["w"])(u[:, s] @ jnp.linalg.inv(q0))
-        beta, gamma = sg.variance.greedy_coefficients(
+        beta, gamma = sg.theory.greedy_coefficients(
             jnp.mean(jnp.sum(pulled**2, axis=(1, 2))),
             jnp.mean((pushed @ dl_dstate) ** 2),
             jnp.mean(jnp.sum(cotangent**2, axis=(1, 2))),
@@ -143,24 +143,24 @@ def test_greedy_as_ratios_of_expectations():
 @pytest.mark.slow
 def test_greedy_with_zeros_resets_and_groups():
     _, _, _, ep = episode("gru", 6, 2, reset=(3,))
-    got = sg.variance.greedy_alpha(ep)
+    got = sg.theory.greedy_alpha(ep)
     assert got.beta.shape == (6, 3)
     np.testing.assert_array_equal(got.gamma[np.array([0, 3])], 1)
     quiet = jax.tree.map(jnp.zeros_like, ep)
-    for leaf in sg.variance.greedy_alpha(quiet):
+    for leaf in sg.theory.greedy_alpha(quiet):
         np.testing.assert_array_equal(leaf, 1)
     # exact α is at least as good as greedy α, which is not the plain one
     _, _, _, ep = episode("lstm", 8, 3)
-    exact = sg.variance.optimal_alpha(sg.variance.c_matrix(ep)).value
-    assert exact <= sg.variance.v(ep, sg.variance.greedy_alpha(ep).alpha)
+    exact = sg.theory.optimal_alpha(sg.theory.c_matrix(ep)).value
+    assert exact <= sg.theory.v(ep, sg.theory.greedy_alpha(ep).alpha)
 
 
 def test_greedy_of_two_episodes_is_that_of_each():
     """Nothing of the first has a say in the second."""
     model, params, chunk, ep = episode("lstm", 7, 2, reset=(3,))
-    both = sg.variance.greedy_alpha(ep)
+    both = sg.theory.greedy_alpha(ep)
     parts = [part._replace(reset=None) for part in tools.split(chunk, (3, 4))]
-    each = [sg.variance.greedy_alpha(sg.variance.collect(model, params, part)) for part in parts]
+    each = [sg.theory.greedy_alpha(sg.theory.collect(model, params, part)) for part in parts]
     for name in ("beta", "gamma", "alpha"):
         want = np.concatenate([getattr(one, name) for one in each])
         np.testing.assert_allclose(getattr(both, name), want, rtol=1e-10)
@@ -175,7 +175,7 @@ def test_online_b_does_not_depend_on_how_alpha_is_split():
     groups = Groups(1, np.zeros(ep.size, int), ep.rows)
     alpha, gamma = tools.random_alpha(4), np.array([1.0, 1.7, 0.6, 2.5])
     beta = alpha / np.append(np.cumprod(gamma[:0:-1])[::-1], 1)  # α_s = β_s γ_{s+1} … γ_T
-    noise = sg.variance.draw_b_noise(jax.random.key(0), 4, ep.size)
+    noise = sg.theory.draw_b_noise(jax.random.key(0), 4, ep.size)
 
     def totals(gamma, beta):
         state, memory = model.init_state(params), init_b(groups, 2, jnp.float64)
@@ -189,7 +189,7 @@ def test_online_b_does_not_depend_on_how_alpha_is_split():
 
     plain = totals(jnp.ones(4), jnp.asarray(alpha))
     np.testing.assert_allclose(totals(jnp.asarray(gamma), jnp.asarray(beta)), plain, rtol=1e-10)
-    want = sg.variance.estimate_b_online(model, params, chunk, noise, alpha, rescale="none").b
+    want = sg.theory.estimate_b_online(model, params, chunk, noise, alpha, rescale="none").b
     np.testing.assert_allclose((plain + plain.T) / 2, want, rtol=1e-10)
 
 
@@ -201,7 +201,7 @@ def test_online_b_by_full_enumeration(cell, rescale):
     model, params, chunk, ep = episode(cell, length, 2 if cell == "vanilla" else 1)
     size = ep.size
     groups = 1
-    index = sg.variance.partition(ep, groups)
+    index = sg.theory.partition(ep, groups)
     alpha = tools.random_alpha(length, index.max() + 1)
     mine = index[:, None] == index[None, :]
     if cell == "vanilla":  # 2^12 patterns
@@ -209,8 +209,8 @@ def test_online_b_by_full_enumeration(cell, rescale):
         weights = 1 / len(patterns)
         sigma, tau = patterns[:, :2], patterns[:, 2:4]
         nu, mu = patterns[:, 4:8].reshape(-1, 2, 2), patterns[:, 8:].reshape(-1, 2, 2)
-        noises = sg.variance.BNoise(*map(jnp.asarray, (sigma, tau, nu, mu)))
-        estimate = sg.variance.estimate_b_online
+        noises = sg.theory.BNoise(*map(jnp.asarray, (sigma, tau, nu, mu)))
+        estimate = sg.theory.estimate_b_online
         got = jax.jit(jax.vmap(lambda n: estimate(model, params, chunk, n, alpha, groups, rescale)))(noises)
         means = [np.einsum("ni,nj->ij", got.m[:, k], got.n[:, k]) * weights for k in range(length)]
     else:  # given σ and τ the halves are independent, so that their means are all that is needed: 2^8 patterns
@@ -221,8 +221,8 @@ def test_online_b_by_full_enumeration(cell, rescale):
         @jax.jit
         def mean_of_half(sigma, tau):
             def half(nu):
-                noise = sg.variance.BNoise(sigma, tau, nu, one)
-                return sg.variance.estimate_b_online(model, params, chunk, noise, alpha, groups, rescale).m
+                noise = sg.theory.BNoise(sigma, tau, nu, one)
+                return sg.theory.estimate_b_online(model, params, chunk, noise, alpha, groups, rescale).m
 
             return jnp.mean(jax.vmap(half)(halves), axis=0)
 
@@ -244,18 +244,18 @@ def test_online_b_by_full_enumeration(cell, rescale):
             np.where(mine, means[k], 0), np.where(mine, want, 0), atol=1e-10 * np.abs(want).max()
         )
     np.testing.assert_allclose(
-        sg.variance.b_matrix(ep, alpha), np.where(mine, means[-1], 0), atol=1e-10 * np.abs(want).max()
+        sg.theory.b_matrix(ep, alpha), np.where(mine, means[-1], 0), atol=1e-10 * np.abs(want).max()
     )
 
 
 def test_online_b_is_symmetric_and_checks_its_input():
     model, params, chunk, ep = episode("gru", 4, 2, reset=(2,))
-    noise = sg.variance.draw_b_noise(jax.random.key(0), 4, ep.size)
-    got = jax.jit(lambda: sg.variance.estimate_b_online(model, params, chunk, noise))().b
-    index = sg.variance.partition(ep)
+    noise = sg.theory.draw_b_noise(jax.random.key(0), 4, ep.size)
+    got = jax.jit(lambda: sg.theory.estimate_b_online(model, params, chunk, noise))().b
+    index = sg.theory.partition(ep)
     np.testing.assert_allclose(got, got.T, rtol=1e-15)
     assert np.all(np.asarray(got)[index[:, None] != index[None, :]] == 0)
     with pytest.raises(ValueError, match="nu must have the shape"):
-        sg.variance.estimate_b_online(model, params, chunk, noise._replace(nu=noise.nu[:, :2]))
+        sg.theory.estimate_b_online(model, params, chunk, noise._replace(nu=noise.nu[:, :2]))
     with pytest.raises(ValueError, match="rescale"):
-        sg.variance.estimate_b_online(model, params, chunk, noise, rescale="other")
+        sg.theory.estimate_b_online(model, params, chunk, noise, rescale="other")

@@ -26,8 +26,8 @@ def test_definition(cell, window, every, replay):
     """While parameters stay the same, replaying changes nothing."""
     model = make_model(cell)
     params, chunk = make_params(model), make_chunk(model, 8, reset=(4,))
-    want, exact = oracle.tbptt(model, params, chunk, window, every), run(made(sg.bptt, model), params, [chunk])
-    est = made(sg.tbptt, model, window=window, every=every, replay=replay)
+    want, exact = oracle.windowed_bptt(model, params, chunk, window, every), run(made(sg.bptt, model), params, [chunk])
+    est = made(sg.windowed_bptt, model, window=window, every=every, replay=replay)
     for sizes in SPLITS[every]:
         grads, losses, state = run(est, params, split(chunk, sizes))
         assert error(grads.cell, want) < 1e-10, sizes
@@ -42,9 +42,9 @@ def test_a_window_or_block_off_by_one_is_seen(wrong):
     """What the tests here hold it to tells windows and blocks apart that differ by a step."""
     model = make_model("lstm")
     params, chunk = make_params(model), make_chunk(model, 12)
-    grads, _, _ = run(made(sg.tbptt, model, window=5, every=2), params, split(chunk, (2, 4, 6)))
-    assert error(grads.cell, oracle.tbptt(model, params, chunk, 5, 2)) < 1e-10
-    assert error(grads.cell, oracle.tbptt(model, params, chunk, *wrong)) > 1e-3
+    grads, _, _ = run(made(sg.windowed_bptt, model, window=5, every=2), params, split(chunk, (2, 4, 6)))
+    assert error(grads.cell, oracle.windowed_bptt(model, params, chunk, 5, 2)) < 1e-10
+    assert error(grads.cell, oracle.windowed_bptt(model, params, chunk, *wrong)) > 1e-3
 
 
 def changing(model, window, every, replay, sizes, reset):
@@ -52,12 +52,12 @@ def changing(model, window, every, replay, sizes, reset):
     stream = make_chunk(model, sum(sizes), seed=1, reset=reset)
     chunks = list(split(stream, sizes))
     params = [make_params(model, seed=seed) for seed in range(len(sizes))]
-    est = made(sg.tbptt, model, window=window, every=every, replay=replay)
+    est = made(sg.windowed_bptt, model, window=window, every=every, replay=replay)
     state, got = est.init(params[0]), []
     for theta, chunk in zip(params, chunks, strict=True):
         grads, state, info = est.update(theta, state, chunk, None)
         got.append((ravel_pytree(grads.cell)[0], info.loss))
-    return (got, state.cell), oracle.tbptt_stream(model, params, chunks, window, every, replay)
+    return (got, state.cell), oracle.windowed_bptt_stream(model, params, chunks, window, every, replay)
 
 
 CHANGING = [
@@ -100,7 +100,7 @@ def test_one_block_is_bptt_of_the_chunk(cell):
     model = make_model(cell)
     unknown = sg.Model(model.cell._replace(example_input=None), model.head)
     params, chunk = make_params(model), make_chunk(model, 8, reset=(5,))
-    est, exact = sg.tbptt(unknown, window=4, every=4), made(sg.bptt, model)
+    est, exact = sg.windowed_bptt(unknown, window=4, every=4), made(sg.bptt, model)
     state, reference = est.init(params), exact.init(params)
     for part in split(chunk, (4, 4)):
         grads, state, info = est.update(params, state, part, None)
@@ -115,7 +115,7 @@ def test_one_block_is_bptt_of_the_chunk(cell):
 @BOTH
 def test_batches_while_parameters_change(replay):
     model = make_model("vanilla")
-    est = made(sg.tbptt, model, window=5, every=2, replay=replay)
+    est = made(sg.windowed_bptt, model, window=5, every=2, replay=replay)
     many = sg.batched(est, 3)
     states, singles = many.init(make_params(model)), [est.init(make_params(model)) for _ in range(3)]
     for update, length in enumerate((2, 2, 4, 2)):
@@ -134,9 +134,9 @@ def test_batches_while_parameters_change(replay):
 def test_float32(replay):
     """Inputs of either precision, as the stored ones are in that of the parameters; numbers as good as can be."""
     model = make_model("lstm")
-    est = made(sg.tbptt, model, window=6, every=2, replay=replay)
+    est = made(sg.windowed_bptt, model, window=6, every=2, replay=replay)
     params, chunk = make_params(model, dtype=jnp.float32), make_chunk(model, 8, reset=(5,), dtype=jnp.float32)
-    want = oracle.tbptt(model, make_params(model), make_chunk(model, 8, reset=(5,)), 6, 2)
+    want = oracle.windowed_bptt(model, make_params(model), make_chunk(model, 8, reset=(5,)), 6, 2)
     for inputs in (chunk.inputs, chunk.inputs.astype(jnp.float64)):
         grads, _, state = run(est, params, split(chunk._replace(inputs=inputs), (2, 2, 4)))
         assert error(grads.cell, want) < 1e-5
@@ -152,7 +152,7 @@ def test_what_is_stored(replay):
     What lies before the beginning of an episode is forgotten.
     """
     model = make_model("lstm")
-    est, params = made(sg.tbptt, model, window=7, every=2, replay=replay), make_params(model)
+    est, params = made(sg.windowed_bptt, model, window=7, every=2, replay=replay), make_params(model)
     chunk = make_chunk(model, 10)
     _, _, whole = run(made(sg.bptt, model), params, split(chunk, (5,)))
     for sizes, filled in (((2,), 2), ((2, 2), 4), ((2, 8), 5), ((4, 2, 4), 5)):
@@ -172,7 +172,7 @@ def test_a_stream_may_begin_with_another_state(replay):
     """Replaying goes back to it, and not to where episodes begin."""
     model = make_model("lstm")
     params, chunk = make_params(model), make_chunk(model, 6)
-    est, exact = made(sg.tbptt, model, window=8, every=2, replay=replay), made(sg.bptt, model)
+    est, exact = made(sg.windowed_bptt, model, window=8, every=2, replay=replay), made(sg.bptt, model)
     start = jax.tree.map(lambda leaf: leaf + 0.5, exact.init(params).cell)
     want, reference, _ = exact.update(params, exact.init(params)._replace(cell=start), chunk, None)
     state, total = est.init(params)._replace(cell=start), None
@@ -186,7 +186,7 @@ def test_a_stream_may_begin_with_another_state(replay):
 def test_a_long_window_is_bptt_of_the_whole_stream():
     model = make_model("stack")
     params, chunk = make_params(model), make_chunk(model, 9, reset=(4,))
-    grads, _, _ = run(made(sg.tbptt, model, window=30, every=3), params, split(chunk, (3, 6)))
+    grads, _, _ = run(made(sg.windowed_bptt, model, window=30, every=3), params, split(chunk, (3, 6)))
     assert error(grads, bptt(model, params, chunk)) < 1e-12
 
 
@@ -198,7 +198,7 @@ def test_an_update_can_itself_be_differentiated():
     flat, unravel = ravel_pytree(params)
     direction = jnp.asarray(np.random.default_rng(0).normal(size=flat.shape))
     for options in ({"window": 6, "every": 6}, {"window": 6}):
-        est = made(sg.tbptt, model, **options)
+        est = made(sg.windowed_bptt, model, **options)
 
         def update(flat, est=est):
             grads, _, info = est.update(unravel(flat), est.init(params), chunk, None)
@@ -216,7 +216,7 @@ def test_many_sets_of_parameters_at_once():
     model = make_model("vanilla")
     sets, chunk = [make_params(model, seed=seed) for seed in range(2)], make_chunk(model, 6)
     for options in ({"window": 4}, {"window": 3, "every": 3}):
-        est = made(sg.tbptt, model, **options)
+        est = made(sg.windowed_bptt, model, **options)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *sets)
         got = jax.vmap(lambda params, est=est: est.update(params, est.init(params), chunk, None)[0])(stacked)
         want = [est.update(params, est.init(params), chunk, None)[0] for params in sets]
