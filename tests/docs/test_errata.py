@@ -22,7 +22,7 @@ def network():
     model = tools.make_model("vanilla", 1, SIZE)
     params = tools.make_params(model)
     chunk = tools.make_chunk(model, LENGTH)
-    ep = jax.jit(lambda: sg.variance.collect(model, params, chunk))()
+    ep = jax.jit(lambda: sg.theory.collect(model, params, chunk))()
     return model, params, chunk, ep, tools.random_alpha(LENGTH), tools.random_q0(SIZE)
 
 
@@ -63,7 +63,7 @@ def test_proposition_1_second_moment():
     product = over_pairs(lambda x, y, x2, y2: y.T @ np.outer(x, x2) @ y2)
     swapped = over_pairs(lambda x, y, x2, y2: y.T @ np.outer(x2, x) @ y2)
     gradient = ravel_pytree(ep.gradient.cell)[0]
-    library = sg.variance.covariance(ep, alpha, q0, kurtosis=-2.0) + jnp.outer(gradient, gradient)
+    library = sg.theory.covariance(ep, alpha, q0, kurtosis=-2.0) + jnp.outer(gradient, gradient)
     assert relative(library, want) < 1e-10
     assert relative(library, rest + product + swapped) < 1e-10
     assert relative(library, rest + 2 * product) > 1e-2
@@ -76,11 +76,11 @@ def test_corollary_1_covariance_and_its_trace():
     rest = over_pairs(lambda x, v, y, w: (x @ y) * v.T @ w - 2 * v.T @ np.diag(x * y) @ w)
     corrected = over_pairs(lambda x, v, y, w: v.T @ np.outer(y, x) @ w)
     printed = over_pairs(lambda x, v, y, w: v.T @ np.outer(x, y) @ w)
-    library = sg.variance.covariance(ep, alpha, q0, kurtosis=-2.0)
+    library = sg.theory.covariance(ep, alpha, q0, kurtosis=-2.0)
     assert relative(library, want) < 1e-10
     assert relative(library, rest + corrected) < 1e-10
     assert relative(library, rest + printed) > 1e-2
-    total = float(sg.variance.total_variance(ep, alpha, q0, kurtosis=-2.0))
+    total = float(sg.theory.total_variance(ep, alpha, q0, kurtosis=-2.0))
     assert abs(np.trace(rest + corrected) / total - 1) < 1e-10
     assert abs(np.trace(rest + 2 * printed) / total - 1) > 1e-2
 
@@ -98,7 +98,7 @@ def test_total_variance():
     gradient = sum(np.sum(np.asarray(leaf) ** 2) for leaf in jax.tree.leaves(ep.gradient.cell))
     assert abs((value + cross + kurtosis) / want - 1) < 1e-10
     assert abs((value + gradient + kurtosis) / want - 1) > 1e-4
-    assert abs(sg.variance.total_variance(ep, alpha, q0, kurtosis=-2.0) / want - 1) < 1e-10
+    assert abs(sg.theory.total_variance(ep, alpha, q0, kurtosis=-2.0) / want - 1) < 1e-10
 
 
 def test_gradient_of_v_and_newtons_step():
@@ -117,7 +117,7 @@ def test_gradient_of_v_and_newtons_step():
             zeta = zeta - sign * np.linalg.solve(hessian + 1e-8 * np.eye(5), (bar - bar.T).sum(axis=1))
         return value(zeta)
 
-    best = float(sg.variance.optimal_alpha(jnp.asarray(c)).value)
+    best = float(sg.theory.optimal_alpha(jnp.asarray(c)).value)
     assert best < value(np.zeros(5)) < five_steps(+1.0)  # as printed
     assert five_steps(-1.0) == pytest.approx(best, rel=1e-6)
 
@@ -125,12 +125,12 @@ def test_gradient_of_v_and_newtons_step():
 def test_damped_q0_has_a_negative_exponent():
     """Sections 7.1.3 and 7.2: (B + λ I)^{-1/4}; with +1/4 it is worse than no shaping at all."""
     _, _, _, ep, alpha, _ = network()
-    b = sg.variance.b_matrix(ep, alpha)
+    b = sg.theory.b_matrix(ep, alpha)
     values, vectors = np.linalg.eigh(np.asarray(b) + 0.005 * float(jnp.trace(b)) / SIZE * np.eye(SIZE))
     printed = (vectors * values**0.25) @ vectors.T
-    corrected = sg.variance.optimal_q0(b, 0.005)
+    corrected = sg.theory.optimal_q0(b, 0.005)
     np.testing.assert_allclose(corrected, (vectors * values**-0.25) @ vectors.T, rtol=1e-8, atol=1e-10)
-    assert sg.variance.v(ep, alpha, corrected) < sg.variance.v(ep, alpha) < sg.variance.v(ep, alpha, printed)
+    assert sg.theory.v(ep, alpha, corrected) < sg.theory.v(ep, alpha) < sg.theory.v(ep, alpha, printed)
 
 
 def test_appendix_b_swaps_m_and_n():
@@ -142,7 +142,7 @@ def test_appendix_b_swaps_m_and_n():
     def value(alpha):
         return np.sum(c * alpha[None, :] ** 2 / alpha[:, None] ** 2)
 
-    best = float(sg.variance.optimal_alpha(jnp.asarray(c)).value)
+    best = float(sg.theory.optimal_alpha(jnp.asarray(c)).value)
     assert value((m / n) ** 0.25) == pytest.approx(best)
     assert value((n / m) ** 0.25) > 1.01 * best
 
@@ -207,12 +207,12 @@ def test_noise_covariance_of_reinforce():
     assert relative(kicks.T @ kicks / len(kicks), corrected) < 1e-12
     assert relative(kicks.T @ kicks / len(kicks), printed) > 1e-2
 
-    ep = jax.jit(lambda: sg.variance.collect(model, params, chunk, "state"))()
+    ep = jax.jit(lambda: sg.theory.collect(model, params, chunk, "state"))()
     ahead = np.cumsum(np.asarray(ep.loss)[::-1])[::-1]
 
     def score_variance(noise):
         return float(np.einsum("s,sip,ij,sjp->", ahead**2, ep.jacobian, np.linalg.inv(noise), ep.jacobian))
 
-    library = float(sg.variance.score_variance(ep, sigma, q0))
+    library = float(sg.theory.score_variance(ep, sigma, q0))
     assert abs(score_variance(corrected) / library - 1) < 1e-10
     assert abs(score_variance(printed) / library - 1) > 1e-2

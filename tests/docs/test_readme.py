@@ -91,7 +91,7 @@ def test_example_of_contributing_conforms():
     model = make_model("lstm")
     params, chunk = make_params(model), make_chunk(model, 5)
     got = run(scope["myopic"](model), params, [chunk])[0]
-    assert error(got, run(sg.tbptt(model, window=1), params, [chunk])[0]) < 1e-12
+    assert error(got, run(sg.windowed_bptt(model, window=1), params, [chunk])[0]) < 1e-12
 
 
 def test_the_library_sets_no_global_option():
