@@ -24,11 +24,11 @@ from streamgrad_lab.timing import prepare, take_turns
 
 import streamgrad as sg
 from benchmarks.problems import LEAST_SECONDS, make_problem
-from streamgrad.engine import unroll
 from streamgrad.estimators.rtrl import rtrl_by_steps
 from streamgrad.estimators.snap import snap_by_steps
+from streamgrad.step import platform
 
-STEPS_PER_TURN = unroll.ON_GPU
+STEPS_PER_TURN = platform.STEPS_PER_TURN_ON_GPU
 
 
 class Method(NamedTuple):
@@ -120,7 +120,7 @@ def measure(case: Case, length: int, repeats: int) -> list[dict[str, Any]]:
     model, params, chunk = make_problem(cell, hidden, streams, length)
     programs, memories = {}, {}
     for name, method in (BPTT | {OLD: Method(sg.bptt)} | methods).items():
-        unroll.ON_GPU = 1 if name == OLD else STEPS_PER_TURN
+        platform.STEPS_PER_TURN_ON_GPU = 1 if name == OLD else STEPS_PER_TURN
         est = sg.batched(method.make(model), streams, method.watched)
         state = est.init(params)
         memories[name] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.memory))

@@ -9,6 +9,8 @@ grads, state, info = est.update(params, state, chunk)
 Tasks, training, experiments, the report and the command line are in `streamgrad_lab`, a distribution of its own.
 """
 
+from typing import Any
+
 from streamgrad import cells, estimators, heads, noise, theory
 from streamgrad.adapt.carried import carried
 from streamgrad.base import (
@@ -24,12 +26,15 @@ from streamgrad.base import (
     Trace,
     worked,
 )
+from streamgrad.deprecations import renamed
 from streamgrad.engine.by_steps import by_steps
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.method import Method, Outcome, per_stream
 from streamgrad.engine.monitored import monitored
 from streamgrad.engine.sharded import sharded
 from streamgrad.engine.streams import batched
+
+# estimators: written by `make generated`
 from streamgrad.estimators import (
     artbp,
     bptt,
@@ -53,9 +58,11 @@ from streamgrad.estimators import (
 from streamgrad.noise.settings import with_noise
 from streamgrad.step import cuts
 
+# /estimators
+
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022, the estimators by themselves
     "Cell",
     "Chunk",
     "Cut",
@@ -68,37 +75,44 @@ __all__ = [
     "Outcome",
     "Params",
     "Trace",
-    "artbp",
     "batched",
-    "bptt",
     "by_steps",
     "carried",
     "cells",
     "cuts",
-    "dni",
-    "eprop",
     "estimator",
     "estimators",
     "heads",
+    "monitored",
+    "noise",
+    "per_stream",
+    "sharded",
+    "theory",
+    "with_noise",
+    "worked",
+    # estimators: written by `make generated`
+    "artbp",
+    "bptt",
+    "dni",
+    "eprop",
     "immediate",
     "local_rtrl",
-    "monitored",
     "nobacktrack",
-    "noise",
     "ok",
-    "per_stream",
     "preuoro",
     "reinforce",
     "rflo",
     "rtrl",
-    "sharded",
     "sketch",
     "snap",
     "spatial_rtrl",
-    "theory",
     "uoro",
     "uoro_across",
     "windowed_bptt",
-    "with_noise",
-    "worked",
+    # /estimators
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Names that have been renamed."""
+    return renamed(globals(), name)

@@ -157,10 +157,10 @@ class GradientEstimator:
 
     Attributes:
       init: `init(params) -> state`, the state at the beginning of a stream.
-      update: `update(params, state, chunk, key=None) -> (grads, state, info)`. `grads` is like `params`: the gradient of
-        the chunk's loss, summed over time. A key may always be passed; estimators without noise ignore it.
-      advance: `advance(params, state, inputs, key=None, reset=None) -> (output, state, trace)`. The network and what the
-        estimator remembers move on over the inputs of a chunk, as in `update`; `output` is y_t, `[T, width]`.
+      update: `update(params, state, chunk, key=None) -> (grads, state, info)`. `grads` is like `params`: the gradient
+        of the chunk's loss, summed over time. A key may always be passed; estimators without noise ignore it.
+      advance: `advance(params, state, inputs, key=None, reset=None) -> (output, state, trace)`. The network and the
+        estimator's memory move on over the inputs of a chunk, as in `update`; `output` is y_t, `[T, width]`.
       credit: `credit(params, trace, dl_doutput) -> grads`, like `params.cell`, for any gradient `[T, width]` at the
         output of the chunk that the trace is of. Now or later, as often as you like. It goes over the chunk once more,
         with the parameters it is given; pass those of `advance`.

@@ -38,7 +38,6 @@ def carried(
     least: int | None = None,
     q0: str | None = None,
     alpha: str | None = None,
-    statistics: str = "reverse",
 ) -> GradientEstimator:
     """A noisy estimator with Q_0 and α from what past windows have shown, in place of the identity and GIR.
 
@@ -68,8 +67,6 @@ def carried(
         full for episodes and diagonal for streams, where a full one gains no more and can lose.
       alpha: "optimal" (for episodes, their default), or one that looks at the two factors at every step: "gir" (the
         default for streams), or "greedy" (Appendix D).
-      statistics: where B comes from: "reverse", or "appendix_f", the paper's own online estimator, which is of rank two
-        and too noisy to help; it is here to compare with, needs `episode`, and with `alpha="gir"` no reverse pass.
 
     Returns:
       The estimator. Its diagnostics tell, as `carried`, whether what is carried over was in use, `[T]`. Only `update`
@@ -83,7 +80,7 @@ def carried(
     noisy = _noisy(est)
     q0 = q0 or ("none" if not noisy.shaped else "diagonal" if episode is None else "full")
     alpha = alpha or ("gir" if episode is None else "optimal")
-    carry = Carry(episode, window, decay, damping, refresh, streams, least, q0, alpha, statistics)
+    carry = Carry(episode, window, decay, damping, refresh, streams, least, q0, alpha)
     _check(carry, noisy)
     rescaling = given(np.ones(episode or 1)) if alpha == "optimal" else find_rescaling(alpha)
     usual = noisy.rescaled(rescaling)
@@ -124,9 +121,6 @@ def _check(carry: Carry, noisy: Noisy) -> None:
     check_damping(carry.damping)
     check_choice("q0", q0, ("full", "diagonal", "none"))
     check_choice("alpha", alpha, ("optimal", "gir", "greedy"))
-    check_choice("statistics", carry.statistics, ("reverse", "appendix_f"))
-    if carry.statistics == "appendix_f" and (episode is None or q0 == "none"):
-        raise ValueError("statistics='appendix_f' estimates B of whole episodes: give episode, and a q0 to use it for.")
     if alpha == "optimal" and episode is None:
         raise ValueError("alpha='optimal' has a value for each position in an episode: give episode, or alpha='gir'.")
     if not noisy.shaped and episode is None:

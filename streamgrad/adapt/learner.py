@@ -23,7 +23,6 @@ from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import total_log_alpha
 from streamgrad.noise.shaping import Shaping
 from streamgrad.step import cuts
-from streamgrad.theory.online_b import draw_b_noise, estimate_b_online
 from streamgrad.theory.spatial import Spatial
 from streamgrad.trees import cleared, finite_streams
 
@@ -45,7 +44,6 @@ class Carry:
     least: int | None
     q0: str
     alpha: str
-    statistics: str
 
     @property
     def passes(self) -> int:
@@ -126,20 +124,11 @@ class Learner:
 
     def _statistics(self, params: Params, shared: CarriedShared, turn: Array, filled: Any, watched: tuple) -> Averages:
         """What one window of one stream adds."""
-        window, scales, position, chunk = watched
+        window, scales, position = watched
         log_alpha = self._log_alpha_of(shared, scales, position)
         found = Averages(jnp.ones((), log_alpha.dtype))
-        if self.carry.statistics == "appendix_f":
-            # Not from the caller's key, which the gradient's noise comes from.
-            noise = draw_b_noise(
-                jax.random.fold_in(jax.random.key(0), turn), len(scales), len(self.groups.index), log_alpha.dtype
-            )
-            b = estimate_b_online(self.model, params, chunk, noise, jnp.exp(log_alpha), self.groups.asked).b
-            found = found._replace(b=jnp.diagonal(b) if self.carry.q0 == "diagonal" else b)
-        if not self.optimal and self.carry.statistics != "reverse":
-            return found
         back = go_back(self.model, params, self.groups, window, in_turns(turn, len(scales), filled), filled)
-        if self.carry.q0 != "none" and self.carry.statistics == "reverse":
+        if self.carry.q0 != "none":
             found = found._replace(b=estimate_b(self.groups, back, log_alpha, self.carry.q0 == "diagonal"))
         return found if position is None else self._by_position(found, shared, back, position)
 
@@ -210,7 +199,7 @@ class Learner:
                 position = jax.vmap(_positions, in_axes=(0, 0, None))(
                     take(before.memory.rescaling), reset, self.carry.episode
                 )
-            shared = self._observe(params, shared, (window, scales, position, take(chunk)), steps, devices)
+            shared = self._observe(params, shared, (window, scales, position), steps, devices)
         else:
             shared = self._gather(params, shared, window, scales, devices)
         calm = jnp.ones((), bool)
@@ -225,7 +214,7 @@ class Learner:
         many, steps = scales.shape[:2]
         if steps >= self.carry.window:
             whole = jax.tree.map(lambda leaf: leaf[:, : self.carry.window], (window, scales))
-            return self._observe(params, shared, (*whole, None, None), self.carry.window, devices)
+            return self._observe(params, shared, (*whole, None), self.carry.window, devices)
         before = shared.gathered
         if before is None:
             raise ValueError(
@@ -246,7 +235,7 @@ class Learner:
         full = filled + steps > self.carry.window
 
         def look_back(shared: CarriedShared) -> CarriedShared:
-            return self._observe(params, shared, (window, scales, None, None), filled, devices)
+            return self._observe(params, shared, (window, scales, None), filled, devices)
 
         shared = jax.lax.cond(full, look_back, lambda shared: shared, shared)
         now = jax.tree.map(

@@ -23,7 +23,7 @@ from streamgrad.cells.encoding import whole_state
 from streamgrad.checks import check_cell, check_size
 from streamgrad.keys import check_key
 from streamgrad.step.cuts import params_cut, state_cut
-from streamgrad.step.matvec import product
+from streamgrad.step.matvec import matvec
 from streamgrad.step.weight_report import Place
 from streamgrad.trees import check_real
 
@@ -83,7 +83,7 @@ def affine(
                 )
             vectors = _as_vectors(name, params[name], parts)
             a[name] = vectors[0] if len(vectors) == 1 else jnp.concatenate(vectors)
-            z[name] = product(params[name], *vectors) + (0 if dz is None else dz[name])
+            z[name] = matvec(params[name], *vectors) + (0 if dz is None else dz[name])
             return z[name]
 
         new = step(record, state, x)

@@ -6,8 +6,8 @@ from streamgrad._typing import PyTree
 from streamgrad.base import Cell, Model
 from streamgrad.checks import check_is_cell
 from streamgrad.heads import squared_error
-from streamgrad.step.influence_sparsity import find_reach
-from streamgrad.step.jacobian_sparsity import find_pattern
+from streamgrad.step.influence_sparsity import find_influence_pattern
+from streamgrad.step.jacobian_sparsity import find_jacobian_pattern
 from streamgrad.step.weight_report import Place
 from streamgrad.step.weights import rows_of
 
@@ -93,11 +93,11 @@ def _sizes(cell: Cell) -> str:
 def _influence(cell: Cell) -> str | None:
     """What exact RTRL keeps, where the pattern of the step can be known."""
     model = Model(cell, squared_error(1))
-    pattern = find_pattern(model)
+    pattern = find_jacobian_pattern(model)
     if pattern is None:
         return None
     weights = jax.tree.leaves(_shapes(model.cell))
-    reach = find_reach(pattern, rows_of(weights))
+    reach = find_influence_pattern(pattern, rows_of(weights))
     kept = sum(len(leaf.reached) * w.size for leaf, w in zip(reach.leaves, weights, strict=True))
     most = max(len(leaf.reached) for leaf in reach.leaves)
     units, count = len(pattern.state), sum(w.size for w in weights)

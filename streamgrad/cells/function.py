@@ -14,7 +14,7 @@ from streamgrad.cells.constants import check_constants
 from streamgrad.cells.encoding import decode, encode, is_plain, natural, whole_state
 from streamgrad.checks import check_cell, check_flag
 from streamgrad.step.cuts import params_cut, state_cut
-from streamgrad.step.find_weights import Products, find_products
+from streamgrad.step.find_weights import MatrixStep, find_weights
 from streamgrad.step.weight_report import Place, places
 from streamgrad.trees import check_same_state
 
@@ -33,8 +33,8 @@ def from_function(
 
     With an `example_input` the step is read as JAX sees it, and its weight products are found: z = W a + b, wherever
     they stand. Estimators work at these preactivations, and everything else has a cut of its own
-    (`streamgrad.step.find_weights`); `streamgrad.cells.explain` says what was found. Without one, or with `products=False`,
-    the cell has the cuts "state" and "params", and estimators their general forms.
+    (`streamgrad.step.find_weights`); `streamgrad.cells.explain` says what was found. Without one, or with
+    `products=False`, the cell has the cuts "state" and "params", and estimators their general forms.
 
     Parameters may be real or complex, of any precision. So may the state; leaves of it that have no derivatives
     (counters, masks, random keys) are carried along.
@@ -139,13 +139,13 @@ def _with_products(cell: Cell, params: PyTree, state: PyTree, example: PyTree) -
     """A cell over the matrices that its parameters make."""
 
     @functools.cache
-    def found(dtype: Any) -> Products:
+    def found(dtype: Any) -> MatrixStep:
         def natural_shapes(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, natural(leaf.dtype, dtype)), tree)
 
         step = _real_step(cell, state, dtype)
         encoded = jax.eval_shape(lambda: encode(cell.init_state(), dtype))
-        return find_products(step, natural_shapes(params), encoded, natural_shapes(example), dtype)
+        return find_weights(step, natural_shapes(params), encoded, natural_shapes(example), dtype)
 
     def weights(given: PyTree) -> list[Array]:
         dtype = work_dtype(given)

@@ -1,4 +1,4 @@
-"""Methods that were published as a recursion by steps: the influence moves on at every step, and meets its loss there."""
+"""Recursions by steps, as most methods were published: the influence moves on at every step and meets its loss there."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def by_steps(
       model: the model whose gradients are estimated.
       cut: the cut at which the transition is linearised.
       init: as in `Method`; an episode begins with its memory.
-      advance: `advance(shared, memory, step, noise, dl_dstate) -> (memory, diagnostics)`, from t-1 to t, for one stream.
+      advance: `advance(shared, memory, step, noise, dl_dstate) -> (memory, diagnostics)`, from t-1 to t, of one stream.
         Where it looks at `dl_dstate`, the method says `uses_loss=True`.
       contract: `contract(before, after, step, dl_dstate) -> contribution`, dL_t/dθ, from the memories before and after
         the step.

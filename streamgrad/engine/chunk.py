@@ -13,8 +13,8 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, Model, Params
-from streamgrad.engine.unroll import unroll
-from streamgrad.step.step_vjp import Linear, linear
+from streamgrad.step.platform import unroll
+from streamgrad.step.step_vjp import StepVjp, step_vjp
 from streamgrad.step.weights import Outer, add_pulled, sum_outer, zero_each
 from streamgrad.trees import cleared, restart
 
@@ -35,7 +35,7 @@ class Forward(NamedTuple):
       reset: where episodes begin, or None.
     """
 
-    maps: Linear
+    maps: StepVjp
     residuals: PyTree
     features: PyTree
     states: Float[Array, "K B S"]
@@ -60,14 +60,14 @@ class Back(NamedTuple):
     Attributes:
       inside: the cell's gradient by backpropagation inside the chunk, summed over streams and time.
       dl_dstart: dL_chunk/dh_0.
-      asked: v Φ for each vector v that was sent back from the chunk's end.
-      pulled: v Σ_s G_s J_s for each of them, leaves `[b, R, *shape]`; at preactivations in factors, `left[K, b, R, rows]`
-        and `right[K, b, A]` of each weight matrix, time first as the reverse pass writes them.
+      asked: v Φ for each vector v that was sent back from the chunk's end, `[b, R, S]`; None where there was none.
+      pulled: v Σ_s G_s J_s for each of them, leaves `[b, R, *shape]`; at preactivations in factors,
+        `left[K, b, R, rows]` and `right[K, b, A]` of each weight matrix, time first as the reverse pass writes them.
     """
 
     inside: PyTree
     dl_dstart: Float[Array, "B S"]
-    asked: Float[Array, "b R S"] | None
+    asked: PyTree
     pulled: PyTree
 
 
@@ -77,7 +77,7 @@ def go_forward(
     start: PyTree,
     chunk: Chunk,
     tangents: Float[Array, "b r S"] | None = None,
-    maps: Linear | None = None,
+    maps: StepVjp | None = None,
 ) -> Forward:
     """Through the steps of a chunk, and to its losses.
 
@@ -101,7 +101,7 @@ def go_forward(
 
     def one(state: Array, x: PyTree, reset: Array | None) -> tuple[Array, tuple]:
         state = restart(reset, fresh, state)
-        new, residuals, features = maps.take(state, x)
+        new, residuals, features = maps.forward(state, x)
         return new, (new, residuals, features)
 
     def along(state: Array, tangents: Array, x: PyTree, reset: Array | None) -> Array:
@@ -126,10 +126,10 @@ def go_forward(
     return Forward(maps, residuals, features, states, end, tangents, losses, head, dl_dstate, reset)
 
 
-def step_maps(model: Model, params: Params, chunk: Chunk, columns: list | None = None) -> Linear:
-    """The linear maps of the steps of a chunk; `columns` as in `streamgrad.step.step_vjp.linear`."""
+def step_maps(model: Model, params: Params, chunk: Chunk, columns: list | None = None) -> StepVjp:
+    """The linear maps of the steps of a chunk; `columns` as in `streamgrad.step.step_vjp.step_vjp`."""
     x = jax.tree.map(lambda leaf: leaf[0, 0], chunk.inputs)
-    return linear(model.cell, params.cell, model.init_state(params), x, columns)
+    return step_vjp(model.cell, params.cell, model.init_state(params), x, columns)
 
 
 def go_back(
@@ -276,7 +276,7 @@ class Thin:
 BESIDE_LOSSES = 1 << 20
 
 
-def _one_step(maps: Linear, together: bool) -> Callable[[tuple, tuple], tuple[tuple, tuple]]:
+def _one_step(maps: StepVjp, together: bool) -> Callable[[tuple, tuple], tuple[tuple, tuple]]:
     """One step back with both kinds of cotangents, `[B, 1, S]` and `[b, R, S]`; `together` only where b is B."""
 
     def pull(residuals: PyTree, cotangents: Array, reset: Array | None) -> tuple[Array, PyTree]:

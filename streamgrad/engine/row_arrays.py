@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from streamgrad._typing import Array, Bool, Float
+from streamgrad.step.platform import by_platform
 from streamgrad.trees import cleared
 
 Places = tuple[Array, ...]
@@ -37,10 +38,15 @@ def advanced(
     if not memory:
         return memory
     moved = cleared(reset, _moved(jacobians, memory))
-    if jax.default_backend() == "gpu":  # which is faster with one product
+
+    def one_product(moved: list[Array], left: Array, right: Array) -> Places:
         product = jnp.einsum("kbpn,kba->bpna", left, right)
         return tuple(m + product[:, p] for p, m in enumerate(moved))
-    return tuple(m + jnp.einsum("kbn,kba->bna", left[:, :, p], right) for p, m in enumerate(moved))
+
+    def product_for_each(moved: list[Array], left: Array, right: Array) -> Places:
+        return tuple(m + jnp.einsum("kbn,kba->bna", left[:, :, p], right) for p, m in enumerate(moved))
+
+    return by_platform(product_for_each, one_product, moved, left, right)
 
 
 def _moved(jacobians: Float[Array, "b p p rows"], memory: Places) -> list[Array]:
@@ -55,7 +61,12 @@ def _moved(jacobians: Float[Array, "b p p rows"], memory: Places) -> list[Array]
 
 def summed(by: Float[Array, "b p rows"], memory: Places) -> Float[Array, "rows A"]:
     """Σ over streams and places of M, each row of it times a number of its own."""
-    if jax.default_backend() == "gpu":  # which reads M once for that, and as products of matrices copies it first
+
+    def as_products(by: Array, memory: Places) -> Array:
+        return functools.reduce(jnp.add, [jnp.einsum("bn,bna->na", by[:, p], m) for p, m in enumerate(memory)])
+
+    def as_sums(by: Array, memory: Places) -> Array:
         terms = [by[:, p, :, None] * m for p, m in enumerate(memory)]
         return jnp.sum(functools.reduce(jnp.add, terms), axis=0)
-    return functools.reduce(jnp.add, [jnp.einsum("bn,bna->na", by[:, p], m) for p, m in enumerate(memory)])
+
+    return by_platform(as_products, as_sums, by, memory)  # for products of matrices a GPU copies M first

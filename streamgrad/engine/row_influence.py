@@ -8,7 +8,8 @@ Read backwards, e_t = dL_t/dh_t + e_{t+1} D_{t+1}, so that dL/dθ = Σ_t (e_t I_
 C_t = C_{t+1} D_{t+1} from C_K = 1 in place of e gives M_K. Nothing of the size of the weights is touched in between,
 and D, e and C are those of a set of units, whichever rows have them.
 
-In this file a list is one over the blocks of rows (`Local.blocks`), or over the tables of sets of units (`Local.sets`).
+In this file a list is one over the ranges of rows (`RowUnits.ranges`), or over the tables of sets of units
+(`RowUnits.by_set`).
 """
 
 from collections.abc import Callable
@@ -25,10 +26,10 @@ from streamgrad.engine.chunk import episode_over, go_back, go_forward, step_maps
 from streamgrad.engine.collectives import Devices
 from streamgrad.engine.method import Outcome
 from streamgrad.engine.row_arrays import Places, advanced, summed, times
-from streamgrad.engine.unroll import unroll
-from streamgrad.step.row_units import Block, Local
-from streamgrad.step.static_gather import take
-from streamgrad.step.step_vjp import Linear
+from streamgrad.step.platform import unroll
+from streamgrad.step.row_units import RowRange, RowUnits
+from streamgrad.step.static_gather import static_gather
+from streamgrad.step.step_vjp import StepVjp
 from streamgrad.step.weights import Outer, sum_outer
 from streamgrad.trees import cleared
 
@@ -36,7 +37,7 @@ Signal = Callable[[Params, Float[Array, "K B S"], PyTree, Float[Array, "K B S"]]
 
 
 def by_own_units(
-    model: Model, units: Local, inside: str, signal: Signal | None = None
+    model: Model, units: RowUnits, inside: str, signal: Signal | None = None
 ) -> tuple[Callable[[Params], EstimatorState], Callable[..., Outcome]]:
     """An influence at each weight's own units: `init` and `run` of a `Method`.
 
@@ -54,28 +55,29 @@ def by_own_units(
     def init(params: Params) -> EstimatorState:
         matrices = jax.tree.leaves(params.cell)
 
-        def zeros(block: Block) -> Places:
+        def zeros(block: RowRange) -> Places:
             some = matrices[block.matrix][block.begin : block.end]
-            return tuple(jnp.zeros_like(some) for _ in units.sets.leaves[block.table].own)  # each of its own, to donate
+            # Each of its own, to be donated.
+            return tuple(jnp.zeros_like(some) for _ in units.by_set.leaves[block.table].own)
 
-        return EstimatorState(model.init_state(params), list(map(zeros, units.blocks)), ())
+        return EstimatorState(model.init_state(params), list(map(zeros, units.ranges)), ())
 
     def contract(memory: list[Places], dl_dstart: list[Float[Array, "b p rows"]]) -> PyTree:
-        def one(block: Block, e: Float[Array, "b p rows"], m: Places) -> Float[Array, "rows A"]:
+        def one(block: RowRange, e: Float[Array, "b p rows"], m: Places) -> Float[Array, "rows A"]:
             features = jax.tree.leaves(units.weights)[block.matrix].shape[1]
             return summed(e / len(e), m) if m else jnp.zeros((block.end - block.begin, features), e.dtype)
 
         # To join sums while they are made takes a GPU twice as long as to make them and join them afterwards.
-        sums = jax.lax.optimization_barrier(list(map(one, units.blocks, dl_dstart, memory)))
+        sums = jax.lax.optimization_barrier(list(map(one, units.ranges, dl_dstart, memory)))
         return _whole(units, sums, axis=0)
 
     def run(params: Params, state: EstimatorState, chunk: Chunk, noise: None, devices: Devices) -> Outcome:
         del noise
-        few = step_maps(model, params, chunk, units.columns)
+        few = step_maps(model, params, chunk, units.recurrent_features)
         maps, whole = few, None
         if inside == "backprop":
             whole = step_maps(model, params, chunk)
-            maps = few._replace(take=_both(whole, few))
+            maps = few._replace(forward=_both(whole, few))
         forward = go_forward(model, params, state.cell, chunk, maps=maps)
         sent = forward.dl_dstate
         if signal is not None:
@@ -88,7 +90,7 @@ def by_own_units(
 
         if whole is None:
             jacobians, entries = _between(units, few, forward.residuals, forward.reset, sent)
-            signals = sparse_influence.at_units(units.sets, sent)
+            signals = sparse_influence.at_units(units.by_set, sent)
             e, moves, es, cs = _recursions(signals, jacobians, watched)
             left = [times(v, entry, 2) for v, entry in zip(_at_rows(units, es), entries, strict=True)]
             grads = sum_outer(Outer(_whole(units, left, axis=2), forward.features))
@@ -97,14 +99,14 @@ def by_own_units(
             plain = forward._replace(maps=whole, residuals=forward.residuals[0])
             back = go_back(plain, params.cell, signal=sent)
             jacobians, entries = _between(units, few, *first((forward.residuals[1], forward.reset, sent)))
-            e, grads = sparse_influence.at_units(units.sets, back.dl_dstart), back.inside
+            e, grads = sparse_influence.at_units(units.by_set, back.dl_dstart), back.inside
             _, moves, _, cs = _recursions([], jacobians, watched)
         older = older_credit(contract, state, _at_rows(units, e), forward, params.cell, devices)
         grads, memory = with_older(grads, older, state, forward)
         right = [times(c, entry[:, :, None], 3) for c, entry in zip(_at_rows(units, cs), entries, strict=True)]
         over = episode_over(first(forward.reset))  # there C is zero, but its factor may be NaN
         left, features = cleared(over, (right, jax.tree.leaves(first(forward.features))))
-        parts = zip(units.blocks, _at_rows(units, moves), memory, left, strict=True)
+        parts = zip(units.ranges, _at_rows(units, moves), memory, left, strict=True)
         begun = forward.begun(watched)
         memory = [advanced(moves, m, v, features[block.matrix], begun) for block, moves, m, v in parts]
         return finish(model, params, forward, grads, memory)
@@ -112,21 +114,21 @@ def by_own_units(
     return init, run
 
 
-def _both(whole: Linear, few: Linear) -> Callable:
+def _both(whole: StepVjp, few: StepVjp) -> Callable:
     """A step, with what both linear maps need of it."""
 
     def one(state: Array, x: PyTree) -> tuple[Array, tuple, PyTree]:
-        new, kept, features = whole.take(state, x)
-        return new, (kept, few.take(state, x)[1]), features
+        new, kept, features = whole.forward(state, x)
+        return new, (kept, few.forward(state, x)[1]), features
 
     return one
 
 
 def _between(
-    units: Local, maps: Linear, kept: PyTree, reset: Bool[Array, "K B"] | None, sent: Float[Array, "K B S"]
+    units: RowUnits, maps: StepVjp, kept: PyTree, reset: Bool[Array, "K B"] | None, sent: Float[Array, "K B S"]
 ) -> tuple[list[Array], list[Array]]:
     """For all steps at once D_t between the units of each set, `[K, B, p, p, U]`, and I_t, `[K, B, p, rows]`."""
-    vectors = sparse_influence.colour_vectors(units.reach, sent.dtype)
+    vectors = sparse_influence.colour_vectors(units.by_row, sent.dtype)
     steps, streams = sent.shape[:2]
     pull = jax.vmap(maps.pull, in_axes=(None, 0))
     for size in (streams, steps):  # which `kept` need not tell: of a linear step nothing is
@@ -134,10 +136,10 @@ def _between(
     back, here = pull(kept, vectors)  # [K, B, R, S] and [K, B, R, rows]
     if reset is not None:
         back = jnp.where(reset[:, :, None, None], 0, back)
-    jacobians = sparse_influence.among_own(units.sets, back.reshape(-1, *back.shape[2:]))
+    jacobians = sparse_influence.among_own(units.by_set, back.reshape(-1, *back.shape[2:]))
     rows = jax.tree.leaves(here)
     entries = sparse_influence.pick(
-        units.reach, [rows[block.matrix][..., block.begin : block.end] for block in units.blocks]
+        units.by_row, [rows[block.matrix][..., block.begin : block.end] for block in units.ranges]
     )
     return [leaf.reshape(steps, streams, *leaf.shape[1:]) for leaf in jacobians], entries
 
@@ -173,16 +175,16 @@ def _recursions(
     return e, moves, es, cs
 
 
-def _at_rows(units: Local, tables: list[Float[Array, "... _U"]]) -> list[Float[Array, "... _rows"]]:
+def _at_rows(units: RowUnits, tables: list[Float[Array, "... _U"]]) -> list[Float[Array, "... _rows"]]:
     """What each set of units has, for the rows of every block."""
-    return [take(tables[block.table], block.sets, tables[block.table].ndim - 1) for block in units.blocks]
+    return [static_gather(tables[block.table], block.sets, tables[block.table].ndim - 1) for block in units.ranges]
 
 
-def _whole(units: Local, parts: list[Array], axis: int) -> PyTree:
+def _whole(units: RowUnits, parts: list[Array], axis: int) -> PyTree:
     """Arrays over the rows of every block, joined along an axis; in the structure of the parameters."""
     structure = jax.tree.structure(units.weights)
     matrices: list[list[Array]] = [[] for _ in range(structure.num_leaves)]
-    for block, part in zip(units.blocks, parts, strict=True):
+    for block, part in zip(units.ranges, parts, strict=True):
         matrices[block.matrix].append(part)
     return jax.tree.unflatten(structure, [_joined(part, axis) for part in matrices])
 

@@ -94,7 +94,7 @@ def sharded(
     over = P(devices.axis)
 
     def over_mesh(function: Callable, arguments: Callable, results: Callable) -> Callable:
-        """Compiled for all devices; how arrays are cut follows from the state, or that of the trace, which is second."""
+        """Compiled for all devices; how arrays are cut follows from the second argument, a state or a trace."""
 
         def specs_of(second: EstimatorState | Trace) -> EstimatorState:
             return layout.specs(second.before if isinstance(second, Trace) else second)

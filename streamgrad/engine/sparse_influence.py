@@ -14,71 +14,72 @@ import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.engine.row_arrays import FEW
-from streamgrad.step.influence_sparsity import Leaf, Reach
-from streamgrad.step.static_gather import take
+from streamgrad.step.influence_sparsity import InfluencePattern, LeafPattern
+from streamgrad.step.platform import by_platform
+from streamgrad.step.static_gather import static_gather
 
 
-def _each(reach: Reach, function: Callable[..., Array], *trees: PyTree) -> PyTree:
+def _each(reach: InfluencePattern, function: Callable[..., Array], *trees: PyTree) -> PyTree:
     """A function of each weight matrix's reach and of the leaves of trees like the parameters."""
     structure = jax.tree.structure(trees[0])
     columns = zip(*map(jax.tree.leaves, trees), strict=True)
     return jax.tree.unflatten(structure, [function(leaf, *c) for leaf, c in zip(reach.leaves, columns, strict=True)])
 
 
-def zeros(reach: Reach, params: PyTree) -> PyTree:
+def zeros(reach: InfluencePattern, params: PyTree) -> PyTree:
     """An influence of nothing."""
     return _each(reach, lambda leaf, w: jnp.zeros((len(leaf.reached), *w.shape), w.dtype), params)
 
 
-def colour_vectors(reach: Reach, dtype: Any) -> Float[Array, "R S"]:
+def colour_vectors(reach: InfluencePattern, dtype: Any) -> Float[Array, "R S"]:
     """For each colour the vector of its units: what the reverse pass takes along."""
     return jnp.asarray(np.arange(reach.vectors)[:, None] == reach.colours, dtype)
 
 
-def pick(reach: Reach, asked: PyTree) -> PyTree:
+def pick(reach: InfluencePattern, asked: PyTree) -> PyTree:
     """Of dh_K/dz_s, summed over the units of each colour, what each row reaches: `[K, b, R, rows]` to p places."""
 
-    def one(leaf: Leaf, left: Float[Array, "K b R rows"]) -> Float[Array, "K b p rows"]:
-        shared = take(left, reach.colours[leaf.shared], axis=2)
+    def one(leaf: LeafPattern, left: Float[Array, "K b R rows"]) -> Float[Array, "K b p rows"]:
+        shared = static_gather(left, reach.colours[leaf.shared], axis=2)
         found = jnp.concatenate([_take_each(left, _colours(reach, leaf)), shared], axis=2) if leaf.own.size else shared
         return _masked(found, leaf.reached)
 
     return _each(reach, one, asked)
 
 
-def move(reach: Reach, back: Float[Array, "b R S"], memory: PyTree) -> PyTree:
+def move(reach: InfluencePattern, back: Float[Array, "b R S"], memory: PyTree) -> PyTree:
     """Φ M, from Φ summed over the units of each colour.
 
     M'[j, n] = Σ_i Φ[j, i] M[i, n]    over the units i that row n reaches
     """
 
-    def one(leaf: Leaf, m: Float[Array, "b p rows A"]) -> Float[Array, "b p rows A"]:
+    def one(leaf: LeafPattern, m: Float[Array, "b p rows A"]) -> Float[Array, "b p rows A"]:
         width = len(leaf.own)
         own, shared = m[:, :width], m[:, width:]
         found, of_own = [], back
         if width:
-            of_own = take(back, leaf.own, axis=2)  # from a row's own units: to all colours, [b, R, w, rows]
+            of_own = static_gather(back, leaf.own, axis=2)  # from a row's own units: to all colours, [b, R, w, rows]
             moved = _row_by_row(_between_own(reach, leaf, of_own), own)
             pairs = _pairs(reach, leaf.own[:, :, None], leaf.shared[None, None])
             if pairs.any():  # never where all that is reached is kept: what all rows reach leads to what all rows reach
-                of_shared = jnp.take(take(back, leaf.shared, axis=2), _colours(reach, leaf), axis=1)
+                of_shared = jnp.take(static_gather(back, leaf.shared, axis=2), _colours(reach, leaf), axis=1)
                 moved += jnp.einsum("bpnt,btna->bpna", _masked(of_shared, pairs), shared)
             found.append(moved)
         if len(leaf.shared):
             colours = reach.colours[leaf.shared]
             pairs = reach.moves[np.ix_(leaf.shared, leaf.shared)]
-            among = _masked(take(take(back, colours, axis=1), leaf.shared, axis=2), pairs)
+            among = _masked(static_gather(static_gather(back, colours, axis=1), leaf.shared, axis=2), pairs)
             moved = jnp.einsum("bst,btna->bsna", among, shared)
             if width:
                 pairs = _pairs(reach, leaf.shared[:, None, None], leaf.own[None])
-                moved += jnp.einsum("bsqn,bqna->bsna", _masked(take(of_own, colours, axis=1), pairs), own)
+                moved += jnp.einsum("bsqn,bqna->bsna", _masked(static_gather(of_own, colours, axis=1), pairs), own)
             found.append(moved)
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1) if found else m
 
     return _each(reach, one, memory)
 
 
-def kept(reach: Reach, memory: PyTree) -> PyTree:
+def kept(reach: InfluencePattern, memory: PyTree) -> PyTree:
     """An influence without the entries that a row does not reach; leaves `[p, rows, A]`."""
     return _each(reach, lambda leaf, m: _masked(m, leaf.reached[:, :, None]), memory)
 
@@ -95,47 +96,53 @@ def _row_by_row(
 
 def _sum_rows(by: Float[Array, "b p rows"], memory: Float[Array, "b p rows A"]) -> Float[Array, "rows A"]:
     """Σ over streams and units of M, each row of it times a number of its own."""
-    if jax.default_backend() == "gpu":  # which reads M once for that, and as a product of matrices copies it first
-        return jnp.sum(by[..., None] * memory, axis=(0, 1))
-    return jnp.einsum("bpn,bpna->na", by, memory)
+    # A GPU reads M once for a sum, and for a product of matrices copies it first.
+    return by_platform(
+        lambda by, memory: jnp.einsum("bpn,bpna->na", by, memory),
+        lambda by, memory: jnp.sum(by[..., None] * memory, axis=(0, 1)),
+        by,
+        memory,
+    )
 
 
-def among_own(reach: Reach, back: Float[Array, "b R S"]) -> list[Array]:
+def among_own(reach: InfluencePattern, back: Float[Array, "b R S"]) -> list[Array]:
     """Φ between the own units of each row, or of each set of units, `[b, p, q, rows]` for each leaf."""
-    return [_between_own(reach, leaf, take(back, leaf.own, axis=2)) for leaf in reach.leaves]
+    return [_between_own(reach, leaf, static_gather(back, leaf.own, axis=2)) for leaf in reach.leaves]
 
 
-def at_units(reach: Reach, vectors: Float[Array, "*any S"]) -> list[Array]:
+def at_units(reach: InfluencePattern, vectors: Float[Array, "*any S"]) -> list[Array]:
     """The entries of vectors at the own units, `[*any, p, rows]` for each leaf; zero where a row has fewer."""
-    return [_masked(take(vectors, leaf.own, axis=vectors.ndim - 1), leaf.reached) for leaf in reach.leaves]
+    return [_masked(static_gather(vectors, leaf.own, axis=vectors.ndim - 1), leaf.reached) for leaf in reach.leaves]
 
 
-def contract(reach: Reach, dl_dstate: Float[Array, "b S"], memory: PyTree) -> PyTree:
+def contract(reach: InfluencePattern, dl_dstate: Float[Array, "b S"], memory: PyTree) -> PyTree:
     """Σ over streams of (dL/dh) M."""
 
-    def one(leaf: Leaf, m: Float[Array, "b p rows A"]) -> Float[Array, "rows A"]:
+    def one(leaf: LeafPattern, m: Float[Array, "b p rows A"]) -> Float[Array, "rows A"]:
         width = len(leaf.own)
         total = jnp.zeros(m.shape[2:], m.dtype)
         if len(leaf.shared):
-            total += jnp.tensordot(take(dl_dstate, leaf.shared, axis=1), m[:, width:], axes=2)
+            total += jnp.tensordot(static_gather(dl_dstate, leaf.shared, axis=1), m[:, width:], axes=2)
         if width:
-            total += _sum_rows(take(dl_dstate, leaf.own, axis=1), m[:, :width])
+            total += _sum_rows(static_gather(dl_dstate, leaf.own, axis=1), m[:, :width])
         return total
 
     return _each(reach, one, memory)
 
 
-def _between_own(reach: Reach, leaf: Leaf, of_own: Float[Array, "b R w rows"]) -> Float[Array, "b p q rows"]:
+def _between_own(
+    reach: InfluencePattern, leaf: LeafPattern, of_own: Float[Array, "b R w rows"]
+) -> Float[Array, "b p q rows"]:
     among = _take_each(of_own, _colours(reach, leaf)[:, None], axis=1)
     return _masked(among, _pairs(reach, leaf.own[:, None], leaf.own[None]))
 
 
-def _colours(reach: Reach, leaf: Leaf) -> np.ndarray:
+def _colours(reach: InfluencePattern, leaf: LeafPattern) -> np.ndarray:
     """The colours of every row's own units; 0 where there is none."""
     return np.append(reach.colours, 0)[leaf.own]
 
 
-def _pairs(reach: Reach, to: np.ndarray, of: np.ndarray) -> np.ndarray:
+def _pairs(reach: InfluencePattern, to: np.ndarray, of: np.ndarray) -> np.ndarray:
     """Whether one unit can depend on another; never where there is none."""
     moves = np.pad(reach.moves, ((0, 1), (0, 1)))
     return moves[to, of]
@@ -144,7 +151,7 @@ def _pairs(reach: Reach, to: np.ndarray, of: np.ndarray) -> np.ndarray:
 def _take_each(array: Array, index: np.ndarray, axis: int = 2) -> Array:
     """Entries along an axis, by numbers that may differ from row to row; rows are the last axis of both."""
     if np.all(index == index[..., :1]):
-        return take(array, index[..., 0].ravel(), axis)
+        return static_gather(array, index[..., 0].ravel(), axis)
     shape = (*(1,) * axis, *index.shape)
     return jnp.take_along_axis(array, index.reshape(shape), axis=axis)
 

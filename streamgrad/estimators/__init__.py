@@ -1,5 +1,6 @@
 """Gradient estimators: one published algorithm per file, and the registry of what they promise."""
 
+# estimators: written by `make generated`
 from streamgrad.estimators.artbp import artbp
 from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.dni import dni
@@ -20,17 +21,20 @@ from streamgrad.estimators.uoro import uoro
 from streamgrad.estimators.uoro_across import uoro_across
 from streamgrad.estimators.windowed_bptt import windowed_bptt
 
-__all__ = [
+# /estimators
+
+__all__ = [  # noqa: RUF022, the estimators by themselves
     "REGISTRY",
     "Row",
+    "find_estimator",
+    "markdown_table",
+    # estimators: written by `make generated`
     "artbp",
     "bptt",
     "dni",
     "eprop",
-    "find_estimator",
     "immediate",
     "local_rtrl",
-    "markdown_table",
     "nobacktrack",
     "ok",
     "preuoro",
@@ -43,4 +47,5 @@ __all__ = [
     "uoro",
     "uoro_across",
     "windowed_bptt",
+    # /estimators
 ]

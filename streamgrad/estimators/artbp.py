@@ -20,7 +20,7 @@ from streamgrad.engine.estimator import estimator
 from streamgrad.engine.method import Method, Outcome, sum_over_streams
 from streamgrad.engine.stored_steps import as_stored, forgotten, latest, no_inputs
 from streamgrad.noise.distributions import Noise, find_noise
-from streamgrad.step.step_vjp import Linear
+from streamgrad.step.step_vjp import StepVjp
 from streamgrad.step.weights import Outer, sum_outer, zero_rows
 from streamgrad.trees import cleared, restart
 
@@ -239,7 +239,7 @@ def _(axis_size: int, in_batched: list[bool], count: Array) -> tuple[Array, bool
 
 
 def _walk_back(
-    maps: Linear, params: PyTree, outer: bool, flow: Float[Array, " S"], past: Kept, reach: Int[Array, ""]
+    maps: StepVjp, params: PyTree, outer: bool, flow: Float[Array, " S"], past: Kept, reach: Int[Array, ""]
 ) -> tuple[Float[Array, " S"], PyTree]:
     """The flow of one stream on through stored steps, from the latest back.
 
@@ -260,7 +260,7 @@ def _walk_back(
         flow, sums = carry
         at = room - 1 - index
         vector, x, factor = jax.tree.map(lambda leaf: leaf[at], (past.states, past.inputs, past.factors))
-        _, residuals, features = maps.take(vector, x)
+        _, residuals, features = maps.forward(vector, x)
         earlier, here = maps.pull(residuals, flow)
         if outer:
             new = Outer(here, features)

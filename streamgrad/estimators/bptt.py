@@ -12,8 +12,8 @@ from streamgrad.checks import check_size, leading_length
 from streamgrad.engine.chunk import in_stretches
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.method import Method, Outcome, per_stream, sum_over_streams
-from streamgrad.engine.unroll import unroll
 from streamgrad.step.matvec import by_parts
+from streamgrad.step.platform import unroll
 from streamgrad.step.weights import Outer, rows_of, sum_outer, zero_rows
 from streamgrad.trees import restart, same_dtype
 

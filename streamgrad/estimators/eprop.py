@@ -6,7 +6,7 @@ from streamgrad.engine.estimator import estimator
 from streamgrad.engine.learning_signal import find_feedback
 from streamgrad.engine.method import Method
 from streamgrad.engine.row_influence import by_own_units
-from streamgrad.step.row_units import Local, find_still
+from streamgrad.step.row_units import RowUnits, find_trace_units
 
 
 def eprop(model: Model, feedback: str = "symmetric", seed: int = 0) -> GradientEstimator:
@@ -50,10 +50,10 @@ def eprop(model: Model, feedback: str = "symmetric", seed: int = 0) -> GradientE
     return estimator(Method(name="eprop", options=options, model=model, init=init, run=run, watchable=True))
 
 
-def find_traces(name: str, model: Model) -> Local:
+def find_traces(name: str, model: Model) -> RowUnits:
     """The units of each row of weights while features are held fixed; raises ValueError where a row has too many."""
     find_cut(model, "preactivation")
-    local = find_still(model)
+    local = find_trace_units(model)
     if local is None:
         raise ValueError(
             f"{name} needs a cell that says what its input is, in which each row of weights has few units and no "

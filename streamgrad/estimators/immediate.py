@@ -19,7 +19,8 @@ def immediate(model: Model) -> GradientEstimator:
         dL/dθ ≈ Σ_t (dL_t/dh_t) (dh_t/dθ_t)
 
     The baseline that every online method has to beat: no memory, no recurrence backwards, and all steps of a chunk at
-    once. For many tasks of adaptation it is enough. It is `windowed_bptt` with a window of one step, and cheaper than BPTT.
+    once. For many tasks of adaptation it is enough. It is `windowed_bptt` with a window of one step, and cheaper than
+    BPTT.
 
     Args:
       model: the model whose gradients are estimated.

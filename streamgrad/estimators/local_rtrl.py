@@ -13,9 +13,9 @@ from streamgrad.engine.collectives import Devices
 from streamgrad.engine.columns import ColumnCut, Columns
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.method import Method, Outcome
-from streamgrad.engine.unroll import unroll
 from streamgrad.estimators.rtrl import rtrl_method
 from streamgrad.heads import squared_error
+from streamgrad.step.platform import unroll
 from streamgrad.step_loss import Credit
 from streamgrad.trees import restart, same_dtype
 

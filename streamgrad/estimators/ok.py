@@ -43,10 +43,10 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
         dL_chunk/dW = backpropagation inside the chunk + Σ_i (dL_chunk/dh_0 C_i) ã_i^T
         dh_K/dW     = Σ_i (Φ C_i) ⊗ ã_i + Σ_s G_s ⊗ a_s  ≈  Σ_i C'_i ⊗ ã'_i
 
-    The first line of dh_K/dW is exact, and has K terms more than there is room for. The largest in the sense of
-    singular values are kept, and the rest is mixed with random signs (`streamgrad.noise.kronecker_reduction`): the mean is
-    right, and the noise is close to the least that so many terms allow. Each weight matrix has a sum of its own; one
-    with no more features than terms is exact, such as a bias.
+    The first sum of dh_K/dW is exact, and has K terms more than there is room for. The largest in the sense of singular
+    values are kept, and the rest is mixed with random signs (`streamgrad.noise.kronecker_reduction`): the mean is
+    right, and the noise is close to the least that this number of terms allows. Each weight matrix has a sum of its
+    own; one with no more features than terms is exact, such as a bias.
 
     Args:
       model: the model whose gradients are estimated; its cell must have the cut "preactivation".

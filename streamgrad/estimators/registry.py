@@ -3,6 +3,7 @@
 To add an estimator: write its file, and add its row here.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -28,7 +29,14 @@ from streamgrad.estimators.uoro import uoro
 from streamgrad.estimators.uoro_across import uoro_across
 from streamgrad.estimators.windowed_bptt import windowed_bptt
 
-Promise = Literal["exact", "exact in the chunk", "biased", "unbiased", "unbiased for the noisy network"]
+Promise = Literal[
+    "exact",
+    "exact in the chunk",
+    "biased",
+    "unbiased",
+    "unbiased for the noisy network",
+    "unbiased for the smoothed loss",
+]
 
 
 class Row(NamedTuple):
@@ -38,17 +46,18 @@ class Row(NamedTuple):
       name: how it is called.
       make: `make(model, **options) -> GradientEstimator`; takes `cut` if there are several, and `noise` if it is noisy.
       promise: "exact" (equals BPTT of the whole sequence, however it is chunked), "exact in the chunk", "biased"
-        (equals its own textbook recursion), "unbiased" (its mean over the noise equals BPTT of the whole sequence), or
-        "unbiased for the noisy network" (the noise is in the network itself; the mean is the gradient of the expected
-        loss; takes `sigma` and `q0`).
+        (equals its own textbook recursion, noise pattern by noise pattern where it has noise), "unbiased" (its mean
+        over the noise equals BPTT of the whole sequence), "unbiased for the noisy network" (the noise is in the state;
+        the mean is the gradient of the expected loss), or "unbiased for the smoothed loss" (the noise is in the
+        parameters; likewise).
       time: per step and stream, for S state units, N preactivations, A features, P recurrent parameters, chunks of K.
       memory: likewise.
       cuts: where it can cut the transition; empty if it does not.
       summary: one line.
       options: the default options.
       variants: other options worth comparing with them, one mapping for each.
-      learns: whether it learns, from losses, what its streams share: then a batch is more than the mean of its streams,
-        and it cannot `advance`.
+      learns: whether streams learn something together: then a batch is more than the mean of its streams.
+      advances: whether it can `advance` before the losses are known.
     """
 
     name: str
@@ -61,6 +70,12 @@ class Row(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     variants: tuple[Mapping[str, Any], ...] = ()
     learns: bool = False
+    advances: bool = True
+
+    @property
+    def noisy(self) -> bool:
+        """Whether it draws noise, whatever it promises: it takes `noise`, and its updates a key."""
+        return "noise" in inspect.signature(self.make).parameters
 
 
 ROWS = (
@@ -83,7 +98,7 @@ ROWS = (
     Row(
         "dni", dni, "biased", "P + S² / K", "S²", (),
         "backpropagation in the chunk, and a learnt prediction of the gradient that will come from beyond it",
-        learns=True,
+        learns=True, advances=False,
     ),
     Row(
         "immediate", immediate, "biased", "P", "0", (),
@@ -137,7 +152,7 @@ ROWS = (
     ),
     Row(
         "uoro_across", uoro_across, "unbiased", "R P", "R P", (),
-        "backpropagation in the chunk, a product of two vectors across chunks; `blocks=R` products trade time for variance",
+        "backpropagation in the chunk, across chunks a product of two vectors, or `blocks=R` of them for less variance",
         variants=(MappingProxyType({"blocks": 8}), MappingProxyType({"shrink": "auto"})),
     ),
     Row(

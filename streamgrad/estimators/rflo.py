@@ -38,12 +38,12 @@ def rflo(model: Model, feedback: str = "random", seed: int = 0) -> GradientEstim
       [[(4, 7)]]
 
     References:
-      Murray, Local online learning in recurrent networks with random feedback, 2019.
+      Murray, RowUnits online learning in recurrent networks with random feedback, 2019.
     """
     model = worked(model)
     signal = find_feedback("rflo", model, feedback, seed)
     units = find_traces("rflo", model)
-    if any(len(leaf.own) > 1 for leaf in units.reach.leaves):
+    if any(len(leaf.own) > 1 for leaf in units.by_row.leaves):
         raise ValueError(
             "rflo needs a cell in which each row of weights has one unit, such as cells.vanilla: for others, such as "
             "an LSTM, use eprop."

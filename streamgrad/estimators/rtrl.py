@@ -18,8 +18,8 @@ from streamgrad.engine.estimator import estimator
 from streamgrad.engine.method import Method, Outcome
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
-from streamgrad.step.influence_sparsity import Reach, find_reach
-from streamgrad.step.jacobian_sparsity import find_pattern
+from streamgrad.step.influence_sparsity import find_influence_pattern
+from streamgrad.step.jacobian_sparsity import JacobianPattern, find_jacobian_pattern
 from streamgrad.step.weights import add_pulled, outer, steps_at_once, zero_each
 from streamgrad.trees import cleared
 
@@ -70,11 +70,8 @@ def rtrl(model: Model) -> GradientEstimator:
 
 def rtrl_method(model: Model) -> Method:
     """RTRL by chunks, with M in the shape that it has for the model's cell."""
-    pattern = find_pattern(model)
-    if pattern is None:
-        influence = _dense(model)
-    else:
-        influence = _sparse(find_reach(pattern, cuts.preactivation_rows(model.cell)))
+    pattern = find_jacobian_pattern(model)
+    influence = _dense(model) if pattern is None else _sparse(model, pattern)
 
     def init(params: Params) -> EstimatorState:
         return EstimatorState(model.init_state(params), influence.zeros(params.cell), ())
@@ -143,8 +140,9 @@ def _dense(model: Model) -> _Shape:
     )
 
 
-def _sparse(reach: Reach) -> _Shape:
+def _sparse(model: Model, pattern: JacobianPattern) -> _Shape:
     """M where it can be non-zero: of a diagonal recurrence no more than a number or two for each parameter."""
+    reach = find_influence_pattern(pattern, cuts.preactivation_rows(model.cell))
 
     def contract(memory: PyTree, dl_dstart: Float[Array, "b S"]) -> PyTree:
         return sparse_influence.contract(reach, dl_dstart / len(dl_dstart), memory)

@@ -16,7 +16,7 @@ from streamgrad.engine.estimator import estimator
 from streamgrad.engine.method import Method
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
-from streamgrad.step.jacobian_sparsity import find_pattern
+from streamgrad.step.jacobian_sparsity import find_jacobian_pattern
 from streamgrad.step.weights import by_matrix, zero_each
 
 
@@ -98,7 +98,7 @@ def sketch(model: Model, rank: int | None = None, append: int | None = None) -> 
     check_at_most("rank", terms, size, "the number of state units")
     fresh = size if append is None else append
     check_size(append=fresh)
-    pattern = find_pattern(model)
+    pattern = find_jacobian_pattern(model)
     if pattern is None:
         raise ValueError(
             "sketch must know which units each preactivation reaches: give the cell an example_input and a step that "

@@ -17,9 +17,9 @@ from streamgrad.engine.row_influence import by_own_units
 from streamgrad.estimators.rtrl import rtrl_method
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
-from streamgrad.step.influence_sparsity import Reach, compose, shape_of
-from streamgrad.step.jacobian_sparsity import find_pattern
-from streamgrad.step.row_units import find_local, reached_within
+from streamgrad.step.influence_sparsity import InfluencePattern, compose, influence_pattern_of
+from streamgrad.step.jacobian_sparsity import find_jacobian_pattern
+from streamgrad.step.row_units import find_row_units, reached_within
 
 
 def snap(model: Model, order: int = 1, inside: str = "estimated") -> GradientEstimator:
@@ -66,7 +66,7 @@ def snap(model: Model, order: int = 1, inside: str = "estimated") -> GradientEst
     options = {"order": order, "inside": inside}
     if is_exact(model, order):
         return estimator(dataclasses.replace(rtrl_method(model), name="snap", options=options))
-    units = find_local(model, order)
+    units = find_row_units(model, order)
     if units is not None:
         init, run = by_own_units(model, units, inside)
         return estimator(Method(name="snap", options=options, model=model, init=init, run=run, watchable=True))
@@ -81,22 +81,24 @@ def snap(model: Model, order: int = 1, inside: str = "estimated") -> GradientEst
 
 def is_exact(model: Model, order: int) -> bool:
     """Whether nothing is left out: what a step makes of the entries that are kept lies among them."""
-    pattern, still = find_pattern(model), find_pattern(model, still=True)
+    pattern, still = find_jacobian_pattern(model), find_jacobian_pattern(model, fixed_features=True)
     if pattern is None or still is None:
         return False
     kept = reached_within(pattern, still, order)
     return not np.any(compose(pattern.state, kept) & ~kept)
 
 
-def _mask(model: Model, order: int) -> Reach:
+def _mask(model: Model, order: int) -> InfluencePattern:
     """The entries that are kept, with a colour for every unit, since whole Jacobians are at hand."""
-    pattern, still = find_pattern(model), find_pattern(model, still=True)
+    pattern, still = find_jacobian_pattern(model), find_jacobian_pattern(model, fixed_features=True)
     if pattern is None or still is None:
         raise ValueError(
             "snap asks where the derivatives of the cell's step can be non-zero, which is not known of a cell that "
             "does not say what its input is, or cannot be differentiated forwards: give it an example_input."
         )
-    return shape_of(reached_within(pattern, still, order), pattern.state, cuts.preactivation_rows(model.cell))
+    return influence_pattern_of(
+        reached_within(pattern, still, order), pattern.state, cuts.preactivation_rows(model.cell)
+    )
 
 
 def snap_by_steps(model: Model, order: int = 1) -> GradientEstimator:

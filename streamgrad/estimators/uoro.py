@@ -71,8 +71,8 @@ def uoro(
         estimates the past alone.
 
     Returns:
-      The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`. `streamgrad.with_noise` changes q0 and α in its state, and `streamgrad.carried` chooses them from what past
-      windows have shown.
+      The estimator. Its diagnostics are `gamma` and `beta`, `[T, G]`. `streamgrad.with_noise` changes q0 and α in its
+      state, and `streamgrad.carried` chooses them from what past windows have shown.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
@@ -91,10 +91,17 @@ def uoro(
     return _uoro(model, cut, noise, rescale, groups, q0, immediate, factored=True)
 
 
-def uoro_plain(model: Model, **options: Any) -> GradientEstimator:
+def uoro_plain(
+    model: Model,
+    cut: str = "preactivation",
+    noise: str | Noise = "rademacher",
+    rescale: Any = "gir",
+    groups: int = 1,
+    q0: Any = None,
+    immediate: str = "estimated",
+) -> GradientEstimator:
     """`uoro` with the recursion as the equations stand, which touches w̃ at every step; the same estimate."""
-    usual = {"cut": "preactivation", "noise": "rademacher", "rescale": "gir", "groups": 1, "q0": None}
-    return _uoro(model, **(usual | {"immediate": "estimated"} | options), factored=False)
+    return _uoro(model, cut, noise, rescale, groups, q0, immediate, factored=False)
 
 
 def _uoro(

@@ -32,12 +32,20 @@ from streamgrad.base import Chunk, Cut, EstimatorState, Info, Model, Params
 from streamgrad.checks import leading_length
 from streamgrad.engine.chunk import episode_over, in_stretches
 from streamgrad.engine.method import Outcome, Seen, per_stream, sum_over_streams
-from streamgrad.engine.unroll import unroll
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling, Terms
 from streamgrad.noise.shaping import Shaped
 from streamgrad.step.cuts import linearise
-from streamgrad.step.weights import Outer, add_outer, by_matrix, like_params, project_blocks, sum_blocks, sum_outer
+from streamgrad.step.platform import unroll
+from streamgrad.step.weights import (
+    Outer,
+    add_outer,
+    by_matrix,
+    like_params,
+    project_row_groups,
+    sum_outer,
+    sum_row_groups,
+)
 from streamgrad.trees import cleared, restart
 
 
@@ -117,7 +125,7 @@ class Factored:
     def total(self, summands: Params) -> Params:
         """The gradient, summed over streams."""
         factors, head_grads = summands
-        past = sum_blocks(factors.cotangent, [factors.weights[:, members] for members in self.groups.of_matrix()])
+        past = sum_row_groups(factors.cotangent, [factors.weights[:, members] for members in self.groups.of_matrix()])
         cell = jax.tree.map(jnp.add, past, sum_outer(factors.outer))
         return Params(cell, sum_over_streams(head_grads))
 
@@ -222,7 +230,7 @@ def _known_ahead(groups: Groups, left: Float[Array, "T N"], cotangent: PyTree) -
         products = v @ jnp.swapaxes(v, 1, 2)
         known.v_v.append(jnp.swapaxes(products, 0, 1))
         known.square.append(jnp.diagonal(products, axis1=1, axis2=2).T)
-    return project_blocks(blocks, cotangent), known
+    return project_row_groups(blocks, cotangent), known
 
 
 def _cross_and_pulled(

@@ -1,4 +1,4 @@
-"""Backpropagation through a window of steps, across chunks: BPTT(h; h') with any h and h', rolling windows among them."""
+"""Backpropagation through a window of steps, across chunks: BPTT(h; h'), with rolling windows among them."""
 
 import dataclasses
 from collections.abc import Callable

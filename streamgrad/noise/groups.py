@@ -26,13 +26,11 @@ class Groups:
       count: G.
       index: to which group each entry of the ravelled z belongs, `[N]`.
       rows: how many preactivations each weight matrix has, in the order of the ravelled z.
-      asked: how many groups were asked for; more come of it where one would span two matrices.
     """
 
     count: int
     index: np.ndarray
     rows: tuple[int, ...]
-    asked: int = 1
 
     def split(self, dz: Float[Array, " N"]) -> Float[Array, "G N"]:
         """One vector for each group, zero outside it."""
@@ -107,4 +105,4 @@ def make_groups(layout: Layout, cut: str, count: Any, q0: Any = None) -> Groups:
             index = np.zeros(layout.size, int)
         elif mixes and not is_traced(q0):
             raise ValueError("q0 must not mix two groups: its entries between groups must be zero.")
-    return Groups(int(index.max()) + 1, index, layout.rows, count)
+    return Groups(int(index.max()) + 1, index, layout.rows)

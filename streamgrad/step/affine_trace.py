@@ -1,4 +1,4 @@
-"""What is linear in weight products: z = Σ W a + b, followed through the operations of a step."""
+"""Sums of weight products, z = Σ W a + b, followed through the operations of a step."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -20,8 +20,8 @@ class Feature(NamedTuple):
     """A real vector that weights multiply.
 
     Attributes:
-      value: the array that it is taken from; None for the constant 1.
-      dims: the order in which the array's axes are read; axes that are not named have one entry.
+      value: its array; None for the constant 1.
+      dims: the order in which the array's axes are read; the others have one entry.
       part: "real" or "imag" of a complex array, "" of a real one.
     """
 
@@ -30,11 +30,11 @@ class Feature(NamedTuple):
     part: str = ""
 
     def size(self, program: Program) -> int:
-        """How many numbers it has."""
+        """The number of its entries."""
         return 1 if self.value is None else program.avals[self.value].size
 
-    def take(self, get: Get, dtype: Any) -> Float[Array, " A"]:
-        """The vector."""
+    def vector(self, get: Get, dtype: Any) -> Float[Array, " A"]:
+        """The vector itself."""
         if self.value is None:
             return jnp.ones(1, dtype)
         array = get(self.value)
@@ -52,8 +52,8 @@ class Affine(NamedTuple):
     Attributes:
       shape: of z.
       dtype: of z.
-      terms: for each feature the weights W, `[*shape, A]`, from what depends on parameters alone.
-      sources: the values that these weights are made of.
+      terms: for each feature the weights W, `[*shape, A]`, as a function of values that depend on parameters alone.
+      sources: these values.
     """
 
     shape: tuple[int, ...]
@@ -76,33 +76,28 @@ def absorb(
     readers: dict[int, list[Op]],
     uses: Counter,
 ) -> list[Affine] | None:
-    """What an operation makes of products, or of what is linear in them.
+    """The outputs of an operation as sums of products; None where it needs the values of its operands.
 
     Args:
       op: the operation.
       program: the step it is from.
-      affine: what is linear in products so far.
+      affine: the sums found so far.
       is_weight: whether a value depends on parameters, and on nothing else but constants.
       is_moving: whether a value depends on the state or on the input.
-      readers: which operations take a value.
+      readers: the operations that read a value.
       uses: how often a value is used.
-
-    Returns:
-      One result for each output; None where the operation needs its inputs' values.
     """
-
-    def free(value: int) -> bool:
-        """Whether nobody else needs the whole of it: it is used once, or cut into parts of which each may be."""
-        if value not in affine:
-            return False
-        cut = len(readers.get(value, [])) == uses[value] and all(r.primitive in cutting for r in readers[value])
-        return uses[value] == 1 or cut
-
     cutting = {p.slice_p, split_primitive()}
+
+    def is_free(value: int) -> bool:
+        """Whether no other operation needs all of it: it is used once, or cut into parts that may each be."""
+        by = readers.get(value, [])
+        return uses[value] == 1 or (len(by) == uses[value] and all(reader.primitive in cutting for reader in by))
+
     if op.primitive is p.dot_general_p:
         return _product(op, program, is_weight, is_moving)
-    among = [value in affine for value in op.inputs]
-    if not any(among) or not all(free(value) for value, yes in zip(op.inputs, among, strict=True) if yes):
+    sums = [value for value in op.inputs if value in affine]
+    if not sums or not all(map(is_free, sums)):
         return None
     shapes = [program.avals[output] for output in op.outputs]
     if op.primitive in _SUMS:
@@ -112,27 +107,20 @@ def absorb(
     if op.primitive is p.concatenate_p:
         return _stacked(op, shapes[0], affine)
     if op.primitive in (*_SHAPING, *cutting) and len(op.inputs) == 1:
-        given = affine[op.inputs[0]]
-        whole = sum(shape.size for shape in shapes) <= int(np.prod(given.shape))
-        return [_mapped(given, op, i, shape) for i, shape in enumerate(shapes)] if whole else None
+        operand = affine[op.inputs[0]]
+        no_larger = sum(shape.size for shape in shapes) <= int(np.prod(operand.shape))
+        return [_mapped(operand, op, i, shape) for i, shape in enumerate(shapes)] if no_larger else None
     return None
 
 
 _SUMS = (p.add_p, p.sub_p, p.add_jaxvals_p)
 _SHAPING = (
-    p.reshape_p,
-    p.transpose_p,
-    p.squeeze_p,
-    p.broadcast_in_dim_p,
-    p.rev_p,
-    p.copy_p,
-    p.neg_p,
-    p.real_p,
-    p.imag_p,
+    *(p.reshape_p, p.transpose_p, p.squeeze_p, p.broadcast_in_dim_p, p.rev_p, p.copy_p),
+    *(p.neg_p, p.real_p, p.imag_p),
 )
 
 
-def _mapped(given: Affine, op: Op, index: int, shape: Any) -> Affine:
+def _mapped(operand: Affine, op: Op, index: int, shape: Any) -> Affine:
     """A linear operation without weights of its own, done to every column of W."""
 
     def through(weights: Weights) -> Weights:
@@ -143,12 +131,12 @@ def _mapped(given: Affine, op: Op, index: int, shape: Any) -> Affine:
 
         return lambda get: jax.vmap(one, in_axes=-1, out_axes=-1)(weights(get))
 
-    terms = {feature: through(weights) for feature, weights in given.terms.items()}
-    return Affine(shape.shape, shape.dtype, terms, given.sources)
+    terms = {feature: through(weights) for feature, weights in operand.terms.items()}
+    return Affine(shape.shape, shape.dtype, terms, operand.sources)
 
 
 def _sum(op: Op, shape: Any, affine: dict[int, Affine], is_moving: Callable[[int], bool]) -> list[Affine] | None:
-    """A sum or difference of products and of what depends on parameters alone, which is a bias."""
+    """A sum or difference of products; an operand that depends on parameters alone is a bias."""
     terms: dict[Feature, Weights] = {}
     sources = frozenset()
     for sign, value in zip((1, -1 if op.primitive is p.sub_p else 1), op.inputs, strict=True):
@@ -160,15 +148,11 @@ def _sum(op: Op, shape: Any, affine: dict[int, Affine], is_moving: Callable[[int
         elif is_moving(value):
             return None
         else:
-            here = {ONE: _column(value, shape)}
+            here = {ONE: lambda get, value=value: jnp.broadcast_to(get(value), shape.shape)[..., None]}
             sources |= {value}
         for feature, weights in here.items():
             terms[feature] = _added(terms.get(feature), sign, weights)
     return [Affine(shape.shape, shape.dtype, terms, sources)]
-
-
-def _column(value: int, shape: Any) -> Weights:
-    return lambda get: jnp.broadcast_to(get(value), shape.shape)[..., None]
 
 
 def _added(before: Weights | None, sign: int, weights: Weights) -> Weights:
@@ -178,7 +162,7 @@ def _added(before: Weights | None, sign: int, weights: Weights) -> Weights:
 
 
 def _scaled(op: Op, shape: Any, affine: dict[int, Affine], is_moving: Callable[[int], bool]) -> list[Affine] | None:
-    """A product times, or divided by, what depends on parameters alone."""
+    """A product times, or divided by, a value that depends on parameters alone."""
     left, right = op.inputs
     value, by = (left, right) if left in affine else (right, left)
     if is_moving(by) or affine[value].shape != shape.shape or (op.primitive is p.div_p and by == left):
@@ -235,12 +219,12 @@ def _product(
     for feature, size, factor in _features(program, value, dims, is_moving):
         if feature.part == "imag":  # of the array whose real part came just before
             begin -= size
-        terms[feature] = _added(terms.get(feature), 1, _columns(weights, begin, begin + size, factor))
+        terms[feature] = _added(terms.get(feature), 1, _columns_of(weights, begin, begin + size, factor))
         begin += size
     return [Affine(tuple(out.shape), out.dtype, terms, frozenset({weight}))]
 
 
-def _columns(weights: Weights, begin: int, end: int, factor: int | complex) -> Weights:
+def _columns_of(weights: Weights, begin: int, end: int, factor: int | complex) -> Weights:
     def some(get: Get) -> Array:
         found = weights(get)[..., begin:end]
         return found if factor == 1 else factor * found
@@ -251,12 +235,12 @@ def _columns(weights: Weights, begin: int, end: int, factor: int | complex) -> W
 def _features(
     program: Program, value: int, dims: tuple[int, ...], is_moving: Callable[[int], bool]
 ) -> list[tuple[Feature, int, int | complex]]:
-    """The real vectors that an array is made of, with their sizes, and what multiplies the weights there."""
+    """The real vectors that an array is made of: each with its size, and a factor of its weights."""
     aval, maker = program.avals[value], program.maker.get(value)
     if maker is not None and maker.primitive is p.convert_element_type_p and is_complex(aval.dtype):
-        given = program.avals[maker.inputs[0]]
-        if jnp.issubdtype(given.dtype, jnp.floating):
-            return _features(program, maker.inputs[0], dims, is_moving)
+        real = maker.inputs[0]
+        if jnp.issubdtype(program.avals[real].dtype, jnp.floating):
+            return _features(program, real, dims, is_moving)
     parts = maker.inputs if maker is not None and maker.primitive is p.concatenate_p else ()
     if parts and all(map(is_moving, parts)) and len(aval.shape) == 1 and not is_complex(aval.dtype):
         return [found for part in parts for found in _features(program, part, (0,), is_moving)]

@@ -78,7 +78,7 @@ def layout(cell: Cell, cut: Cut) -> Layout:
 
 
 def preactivation_rows(cell: Cell) -> tuple[int, ...]:
-    """How many preactivations each weight matrix of a cell has, in order."""
+    """The number of preactivations of each weight matrix of a cell, in order."""
     return layout(cell, cell.cuts["preactivation"]).rows
 
 
@@ -109,8 +109,7 @@ class Step(NamedTuple):
 def linearise(cut: Cut, params: PyTree, state: PyTree, x: PyTree) -> Step:
     """Take one step of the network and linearise it at `cut`.
 
-    Nothing is computed until it is asked for: what an estimator does not use, the compiler removes, and the forward
-    passes that the maps have in common it computes once.
+    The compiler removes the maps that an estimator does not use, and computes their common forward passes once.
 
     Args:
       cut: one of the cell's.
@@ -131,21 +130,21 @@ def linearise(cut: Cut, params: PyTree, state: PyTree, x: PyTree) -> Step:
     """
     vector, unravel_state = ravel_pytree(state)
     z, unravel_z = ravel_pytree(cut.into(params, state, x))
-    still = jnp.zeros_like(z)
+    no_dz = jnp.zeros_like(z)
 
     def transition(params: PyTree, vector: Array, dz: Array) -> Array:
         new = cut.inject(params, unravel_state(vector), x, unravel_z(dz))
         check_same_state(state, new)
         return ravel_pytree(new)[0].astype(vector.dtype)
 
-    new, propagate = jax.linearize(lambda vector: transition(params, vector, still), vector)
-    _, push = jax.linearize(lambda dz: transition(params, vector, dz), still)
+    new, propagate = jax.linearize(lambda vector: transition(params, vector, no_dz), vector)
+    _, push = jax.linearize(lambda dz: transition(params, vector, dz), no_dz)
 
     def push_back(dl_dstate: Float[Array, " S"]) -> Float[Array, " N"]:
-        return jax.vjp(lambda dz: transition(params, vector, dz), still)[1](dl_dstate)[0]
+        return jax.vjp(lambda dz: transition(params, vector, dz), no_dz)[1](dl_dstate)[0]
 
     def backprop(dl_dstate: Float[Array, " S"]) -> PyTree:
-        _, vjp = jax.vjp(lambda params: transition(params, vector, still), params)
+        _, vjp = jax.vjp(lambda params: transition(params, vector, no_dz), params)
         return vjp(dl_dstate)[0]
 
     features = None if cut.features is None else cut.features(params, state, x)

@@ -1,13 +1,13 @@
 """The weight products of a step, found in its operations.
 
-An *effective weight* is an operand of a `dot_general` that depends on parameters alone, through whatever they go. What
-is linear in such products (sums, biases, slices, splits, reshapes, scales) is one preactivation z = W a with all their
-features a, until something needs its value: that is where it is displaced. Preactivations of the same features are rows
-of one matrix. Parameters that meet the state or the input in any other way are displaced themselves: they are one
+An *effective weight* is an operand of a `dot_general` that depends on parameters alone, through any operations. Linear
+operations on its products (sums, biases, slices, splits, reshapes, scales) give one preactivation z = W a with all
+their features a, until an operation needs its value: there it is displaced. Preactivations of the same features are
+rows of one matrix. Parameters that meet the state or the input in any other way are displaced themselves: they are one
 matrix more, of a single column, whose feature is 1.
 
-So a step with any parameters becomes one whose parameters are a few matrices, each used once, as all estimators like
-them. The matrices are a function of the parameters, and gradients go back through it.
+So a step with any parameters becomes one over a few matrices, each used once, as all estimators like them. The matrices
+are a function of the parameters, and gradients go back through it.
 """
 
 import functools
@@ -22,14 +22,14 @@ import numpy as np
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.step.affine_trace import Affine, Feature, absorb, is_complex
 from streamgrad.step.jaxpr_reader import Program, do, read
-from streamgrad.step.matvec import product
+from streamgrad.step.matvec import matvec
 
 
 class Group(NamedTuple):
     """Preactivations of the same features.
 
     Attributes:
-      features: what their weights multiply; those that depend on the state come first.
+      features: of their weights; those that depend on the state come first.
       values: the preactivations, whose rows follow each other.
     """
 
@@ -38,15 +38,15 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Where the parameters of a step went.
+    """The use of a step's parameters.
 
     Attributes:
       program: the step.
-      affine: what is linear in products, by value.
+      affine: the sums of products, by value.
       groups: a matrix each.
       rest: values that depend on parameters alone and are displaced themselves.
-      made_of: from which leaves of the parameters a value comes.
-      ops: what is left to do at every step, in order.
+      made_of: for each value the leaves of the parameters that it comes from.
+      ops: the other operations of a step, in order.
     """
 
     program: Program
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
     ops: list[Any]
 
 
-class Products(NamedTuple):
+class MatrixStep(NamedTuple):
     """A step whose parameters are matrices.
 
     Attributes:
@@ -73,8 +73,8 @@ class Products(NamedTuple):
     run: Callable[..., tuple[PyTree, list[Array], list[Array]]]
 
 
-def find_products(step: Callable[..., PyTree], params: PyTree, state: PyTree, x: PyTree, dtype: Any) -> Products:
-    """Find the weight products of a step.
+def find_weights(step: Callable[..., PyTree], params: PyTree, state: PyTree, x: PyTree, dtype: Any) -> MatrixStep:
+    """The step over matrices.
 
     Args:
       step: `step(params, state, x) -> state`.
@@ -83,14 +83,11 @@ def find_products(step: Callable[..., PyTree], params: PyTree, state: PyTree, x:
       x: likewise.
       dtype: of the matrices; real.
 
-    Returns:
-      The step over matrices.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> step = lambda params, h, x: jnp.tanh(params["w"] @ h + params["v"] @ x + params["b"])
       >>> params = {"w": jnp.ones((2, 2)), "v": jnp.ones((2, 3)), "b": jnp.ones(2)}
-      >>> products = find_products(step, params, jnp.zeros(2), jnp.ones(3), jnp.float32)
+      >>> products = find_weights(step, params, jnp.zeros(2), jnp.ones(3), jnp.float32)
       >>> [w.shape for w in products.weights(params)]
       [(2, 6)]
     """
@@ -113,17 +110,17 @@ def find_products(step: Callable[..., PyTree], params: PyTree, state: PyTree, x:
         for op in plan.ops:
             walk.values |= zip(op.outputs, do(op, [walk.get(value) for value in op.inputs]), strict=True)
         new = [walk.get(value) for value in program.outputs]
-        for group in range(len(plan.groups)):  # of products whose result nobody needs
+        for group in range(len(plan.groups)):  # also products without a reader
             walk.make(group)
         z = [walk.z[i] for i in range(len(weights))]
         a = [walk.a[i] for i in range(len(weights))]
         return jax.tree.unflatten(program.structure, new), z, a
 
-    return Products(plan, weights, run)
+    return MatrixStep(plan, weights, run)
 
 
 def make_plan(program: Program) -> Plan:
-    """Sort the values of a step: parameters' own, linear in products, and everything else."""
+    """Sort the values of a step: those of parameters alone, sums of products, and all others."""
     leaves, states, inputs = program.inputs
     made_of = {value: frozenset() for value in program.avals}
     made_of |= {leaf: frozenset([index]) for index, leaf in enumerate(leaves)}
@@ -150,7 +147,7 @@ def make_plan(program: Program) -> Plan:
         return value not in moving and bool(made_of[value])
 
     def claim(value: int) -> None:
-        """Displace what this value is made of; itself, where it is no larger than the leaves it comes from."""
+        """Displace this value where it is no larger than the leaves it comes from, else its operands."""
         if not made_of[value] or value in rest:
             return
         size = sum(program.avals[leaves[index]].size for index in made_of[value])
@@ -158,8 +155,8 @@ def make_plan(program: Program) -> Plan:
         if inexact and (value in leaves or program.avals[value].size <= size):
             rest[value] = None
             return
-        for given in program.maker[value].inputs:
-            claim(given)
+        for operand in program.maker[value].inputs:
+            claim(operand)
 
     def need(value: int) -> None:
         if value in affine:
@@ -187,29 +184,22 @@ def make_plan(program: Program) -> Plan:
 
 def _grouped(affine: dict[int, Affine], needed: Any, by_state: set[int]) -> list[Group]:
     """Preactivations by their features."""
+
+    def order(feature: Feature) -> tuple:
+        value = feature.value
+        return value is None, value not in by_state, value or 0, feature.dims, feature.part
+
     groups: dict[tuple[Feature, ...], list[int]] = {}
     for value in needed:
-
-        def order(feature: Feature) -> tuple:
-            return (
-                feature.value is None,
-                feature.value not in by_state,
-                feature.value or 0,
-                feature.dims,
-                feature.part,
-            )
-
-        features = tuple(sorted(affine[value].terms, key=order))
-        groups.setdefault(features, []).append(value)
+        groups.setdefault(tuple(sorted(affine[value].terms, key=order)), []).append(value)
     return [Group(features, tuple(values)) for features, values in groups.items()]
 
 
 def _evaluate(program: Program, values: dict[int, Any], value: int) -> Any:
-    """A value that does not depend on state or input; what it needs is computed once."""
+    """A value that does not depend on state or input; every operation is done once."""
     if value not in values:
         op = program.maker[value]
-        inputs = [_evaluate(program, values, given) for given in op.inputs]
-        values |= zip(op.outputs, do(op, inputs), strict=True)
+        values |= zip(op.outputs, do(op, [_evaluate(program, values, v) for v in op.inputs]), strict=True)
     return values[value]
 
 
@@ -240,7 +230,7 @@ def _from_real(vector: Float[Array, " n"], aval: Any) -> Array:
 
 
 def real_size(aval: Any) -> int:
-    """How many real numbers an array is."""
+    """The number of an array's real numbers."""
     return aval.size * (2 if is_complex(aval.dtype) else 1)
 
 
@@ -259,7 +249,7 @@ class _Walk:
             self.displace(last, weights[last][:, 0], plan.rest)
 
     def displace(self, index: int, z: Array, values: Any) -> None:
-        """Displace the z of a matrix, and cut it into the values that it stands for."""
+        """Displace the z of a matrix, and split it into its values."""
         self.z[index] = z = z if self.dz is None else z + self.dz[index]
         avals = [self.plan.program.avals[value] for value in values]
         # One split: backwards it is one concatenation, where slices would be a sum of as many padded vectors.
@@ -271,17 +261,16 @@ class _Walk:
         if index in self.z:
             return
         group, weights = self.plan.groups[index], self.weights[index]
-        parts = [feature.take(self.get, weights.dtype) for feature in group.features]
+        parts = [feature.vector(self.get, weights.dtype) for feature in group.features]
         self.a[index] = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-        self.displace(index, product(weights, *parts), group.values)
+        self.displace(index, matvec(weights, *parts), group.values)
 
     def get(self, value: int) -> Any:
-        """A value, made where it is not yet there."""
+        """A value, computed at its first use."""
         if value not in self.values:
             if value in self.group_of:
                 self.make(self.group_of[value])
             else:  # from parameters that are displaced, or from constants
                 op = self.plan.program.maker[value]
-                made = do(op, [self.get(given) for given in op.inputs])
-                self.values |= zip(op.outputs, made, strict=True)
+                self.values |= zip(op.outputs, do(op, [self.get(v) for v in op.inputs]), strict=True)
         return self.values[value]

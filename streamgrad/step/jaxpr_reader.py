@@ -11,20 +11,13 @@ from jax.extend.core import primitives as p
 
 from streamgrad._typing import PyTree
 
-# Calls that are opened: what is inside them is done in place. A remat is no more than a hint to the reverse pass, and
-# estimators that need less memory have hints of their own. A custom_jvp stays closed, for its rule is part of it.
+# Calls whose operations are done in place. A remat is no more than a hint to the reverse pass, and estimators that need
+# less memory have hints of their own. A custom_jvp stays closed, for its rule is part of it.
 CALLS = {p.jit_p, p.closed_call_p, p.remat_p}
 
 
 class Op(NamedTuple):
-    """One operation; values are known by numbers.
-
-    Attributes:
-      primitive: of JAX.
-      params: its static parameters.
-      inputs: the values it takes.
-      outputs: the values it makes.
-    """
+    """One operation of JAX, with its static parameters; the values that it reads and makes are known by numbers."""
 
     primitive: Any
     params: dict[str, Any]
@@ -37,11 +30,11 @@ class Program(NamedTuple):
 
     Attributes:
       ops: the operations.
-      inputs: the values given by the caller, one tuple for each argument.
+      inputs: the values of the arguments, one tuple for each.
       outputs: the values returned.
-      constants: values that are known from the beginning.
+      constants: the arrays of values that are constants.
       avals: shape and dtype of every value.
-      maker: which operation makes a value, for all but inputs and constants.
+      maker: the operation that makes a value, for all but inputs and constants.
       structure: of the tree that is returned.
     """
 
@@ -55,14 +48,7 @@ class Program(NamedTuple):
 
 
 def read(function: Callable[..., PyTree], *arguments: PyTree) -> Program:
-    """Read a function as a program.
-
-    Args:
-      function: of pytrees, to a pytree.
-      arguments: shapes and dtypes of its arguments.
-
-    Returns:
-      The program.
+    """Read a function of pytrees as a program, from the shapes and dtypes of its arguments.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -72,15 +58,13 @@ def read(function: Callable[..., PyTree], *arguments: PyTree) -> Program:
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
     reader = _Reader()
-    given = [reader.new(variable.aval) for variable in _inner(closed).invars]
-    outputs = reader.open(closed, given)
-    sizes = [len(jax.tree.leaves(argument)) for argument in arguments]
-    rest = iter(given)
-    inputs = tuple(tuple(next(rest) for _ in range(size)) for size in sizes)
+    operands = [reader.new(variable.aval) for variable in _inner(closed).invars]
+    outputs = reader.open(closed, operands)
+    rest = iter(operands)
+    inputs = tuple(tuple(next(rest) for _ in jax.tree.leaves(argument)) for argument in arguments)
     ops = _alive(reader.ops, outputs)
     maker = {output: op for op in ops for output in op.outputs}
-    structure = jax.tree.structure(shape)
-    return Program(ops, inputs, tuple(outputs), reader.constants, reader.avals, maker, structure)
+    return Program(ops, inputs, tuple(outputs), reader.constants, reader.avals, maker, jax.tree.structure(shape))
 
 
 def do(op: Op, inputs: Sequence[Any]) -> list[Any]:
@@ -93,12 +77,12 @@ def do(op: Op, inputs: Sequence[Any]) -> list[Any]:
 
 def _alive(ops: list[Op], outputs: Sequence[int]) -> list[Op]:
     """The operations that the outputs depend on."""
-    needed, kept = set(outputs), []
+    needed, alive = set(outputs), []
     for op in reversed(ops):
         if not needed.isdisjoint(op.outputs):
             needed.update(op.inputs)
-            kept.append(op)
-    return kept[::-1]
+            alive.append(op)
+    return alive[::-1]
 
 
 def _inner(closed: Any) -> Any:
@@ -124,10 +108,10 @@ class _Reader:
         self.constants[number] = value
         return number
 
-    def open(self, closed: Any, given: Sequence[int]) -> list[int]:
+    def open(self, closed: Any, operands: Sequence[int]) -> list[int]:
         """The values that a jaxpr returns."""
         jaxpr = _inner(closed)
-        names = dict(zip(jaxpr.invars, given, strict=True))
+        names = dict(zip(jaxpr.invars, operands, strict=True))
         for variable, value in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True):
             names[variable] = self.constant(value, variable.aval)
 
@@ -145,9 +129,9 @@ class _Reader:
         return list(map(number, jaxpr.outvars))
 
     def once(self, equation: Any, inputs: tuple[int, ...]) -> tuple[int, ...]:
-        """An operation; where the same one has been done with the same values, what that made.
+        """The outputs of an operation; of a reshape or cast done before, the same outputs again.
 
-        Layers of a library cast and reshape their input each for itself, and we ask which of them read the same.
+        Layers of a library cast and reshape their input each for itself, and one must see that they read the same.
         """
         key = (equation.primitive, str(equation.params), inputs)
         simple = not equation.effects and equation.primitive in shaping()
@@ -160,7 +144,7 @@ class _Reader:
 
 
 def shaping() -> set[Any]:
-    """Operations after which an array is still the same one, in another shape or dtype."""
+    """Operations whose result is the same array in another shape or dtype."""
     return {p.reshape_p, p.broadcast_in_dim_p, p.convert_element_type_p, p.squeeze_p, p.transpose_p, p.copy_p}
 
 

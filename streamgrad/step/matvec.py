@@ -1,4 +1,4 @@
-"""W a for features in several parts, whose derivatives may touch the parts that move and no others."""
+"""W a for features in several parts, whose derivatives multiply only by the parts that have a tangent."""
 
 import contextlib
 import contextvars
@@ -11,84 +11,71 @@ from jax.custom_derivatives import SymbolicZero
 from streamgrad._typing import Array, Float
 
 _by_parts = contextvars.ContextVar("by_parts", default=False)
-_still = contextvars.ContextVar("still", default=False)
+_fixed_features = contextvars.ContextVar("fixed_features", default=False)
 
 
 @contextlib.contextmanager
-def still() -> Iterator[None]:
-    """What is differentiated inside takes the features of all weights as constants.
-
-    What is left of dh_t/dh_{t-1} is what the state does by itself: it leaks, or a gate lets it through.
-    """
-    token = _still.set(True)
+def _set(flag: contextvars.ContextVar) -> Iterator[None]:
+    token = flag.set(True)
     try:
         yield
     finally:
-        _still.reset(token)
+        flag.reset(token)
 
 
-@contextlib.contextmanager
-def by_parts() -> Iterator[None]:
-    """What is linearised inside multiplies by the columns of the parts that move, for a reverse pass.
+def fixed_features() -> contextlib.AbstractContextManager[None]:
+    """Derivatives taken inside treat the features of all weights as constants.
+
+    The rest of dh_t/dh_{t-1} is the state's own doing: it leaks, or a gate lets it through.
+    """
+    return _set(_fixed_features)
+
+
+def by_parts() -> contextlib.AbstractContextManager[None]:
+    """Linear maps made inside multiply by the columns of the parts that have a tangent, for a reverse pass.
 
     A reverse pass with many cotangents has no use for those of inputs and constants, and the columns of the state begin
     at the first, so that their memory is aligned as a GPU likes it. Forwards it is better to multiply by all of W: the
     product with tangents then is the one with the features, and the weights are read once for both.
     """
-    token = _by_parts.set(True)
-    try:
-        yield
-    finally:
-        _by_parts.reset(token)
+    return _set(_by_parts)
 
 
-def product(weights: Float[Array, "N A"], *parts: Float[Array, " _"]) -> Float[Array, " N"]:
-    """W a, for the features a = (part, part, ...).
+def matvec(weights: Float[Array, "N A"], *parts: Float[Array, " _"]) -> Float[Array, " N"]:
+    """W a, for the features a = (part, part, ...): the same as `weights @ jnp.concatenate(parts)`.
 
-    The same as `weights @ jnp.concatenate(parts)`, in one product. Its linear map is Σ_i W_i da_i over the parts that
-    have a tangent, of which an input and a constant have none.
-
-    Args:
-      weights: W.
-      parts: vectors, A entries in all.
-
-    Returns:
-      The preactivations.
+    Its linear map is Σ_i W_i da_i over the parts with a tangent; inputs and constants have none.
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> product(jnp.ones((2, 3)), jnp.ones(2), 3 * jnp.ones(1)).tolist()
+      >>> matvec(jnp.ones((2, 3)), jnp.ones(2), 3 * jnp.ones(1)).tolist()
       [5.0, 5.0]
     """
-    return _product(weights, tuple(map(jax.lax.stop_gradient, parts)) if _still.get() else parts)
+    return _matvec(weights, tuple(map(jax.lax.stop_gradient, parts)) if _fixed_features.get() else parts)
 
 
 def _whole(weights: Array, parts: Sequence[Array]) -> Array:
     return weights @ (parts[0] if len(parts) == 1 else jnp.concatenate(parts))
 
 
-_product = jax.custom_jvp(_whole)
+_matvec = jax.custom_jvp(_whole)
 
 
 def _jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     weights, parts = primals
-    moved, moved_parts = tangents
-    out = _product(weights, parts)
-    tangent = jnp.zeros_like(out)
-    if not isinstance(moved, SymbolicZero):
-        tangent = _whole(moved, parts)
-    moves = [not isinstance(along, SymbolicZero) for along in moved_parts]
+    dweights, dparts = tangents
+    out = _matvec(weights, parts)
+    tangent = jnp.zeros_like(out) if isinstance(dweights, SymbolicZero) else _whole(dweights, parts)
+    moves = [not isinstance(along, SymbolicZero) for along in dparts]
     if any(moves) and not _by_parts.get():
-        whole = [
-            along if yes else jnp.zeros_like(part) for part, along, yes in zip(parts, moved_parts, moves, strict=True)
-        ]
+        whole = [along if yes else jnp.zeros_like(part) for part, along, yes in zip(parts, dparts, moves, strict=True)]
         return out, tangent + _whole(weights, whole)
     begin = 0
-    for part, along, yes in zip(parts, moved_parts, moves, strict=True):
+    for part, along, yes in zip(parts, dparts, moves, strict=True):
         if yes:
             tangent = tangent + weights[:, begin : begin + part.size] @ along
         begin += part.size
     return out, tangent
 
 
-_product.defjvp(_jvp, symbolic_zeros=True)
+_matvec.defjvp(_jvp, symbolic_zeros=True)

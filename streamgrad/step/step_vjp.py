@@ -1,7 +1,7 @@
-"""The steps of a chunk, linearised once each: the forward pass keeps what a reverse pass with any cotangents needs.
+"""The steps of a chunk, linearised once each: a forward pass stores residuals for a reverse pass with any cotangents.
 
-`jax.vjp` of a whole scan would do for one kind of cotangents. Here some streams take one and others many, in one pass,
-so that the two passes are written out. What a step's linear map needs besides the weights goes from one to the other.
+`jax.vjp` of a whole scan would do for one kind of cotangent. Here some streams send back one and others many, in one
+pass, so that both passes are written out, and the residuals of a step travel from one to the other.
 """
 
 from collections.abc import Callable
@@ -15,48 +15,47 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell
 from streamgrad.checks import check_same_state
-from streamgrad.step.matvec import by_parts, still
-from streamgrad.step.static_gather import take as take_entries
+from streamgrad.step.matvec import by_parts, fixed_features
+from streamgrad.step.static_gather import static_gather
 from streamgrad.step.weights import like_params, rows_of
 
 
-class Linear(NamedTuple):
-    """A cell's transition over ravelled states, and how its linear map travels from one pass to the other.
+class StepVjp(NamedTuple):
+    """A cell's transition over ravelled states, and its linear map in both directions.
 
     Attributes:
-      take: `take(state[S], x) -> (new[S], kept, features)`: a step, what its linear map needs and depends on where it
-        is taken, and the features a of every weight matrix (None where the cell has no preactivations).
-      pull: `pull(kept, cotangent[S]) -> (cotangent of the old state [S], of the step's parameters)`. The second is over
-        preactivations, in the structure of the parameters, where the cell has them; else like the parameters.
+      forward: `forward(state[S], x) -> (new[S], residuals, features)`: the residuals are the arrays of the linear map
+        that depend on state or input; features are a of every weight matrix, None for a cell without preactivations.
+      pull: `pull(residuals, cotangent[S]) -> (cotangent of the old state [S], cotangent at this step)`. The second is
+        over preactivations, in the structure of the parameters, where the cell has them; else like the parameters.
       push: `push(state[S], x, tangent[S]) -> [S]`, (dh_t/dh_{t-1}) tangent.
     """
 
-    take: Callable[[Float[Array, " S"], PyTree], tuple[Float[Array, " S"], list[Any], PyTree]]
+    forward: Callable[[Float[Array, " S"], PyTree], tuple[Float[Array, " S"], list[Any], PyTree]]
     pull: Callable[[list[Any], Float[Array, " S"]], tuple[Float[Array, " S"], PyTree]]
     push: Callable[[Float[Array, " S"], PyTree, Float[Array, " S"]], Float[Array, " S"]]
 
 
-def linear(cell: Cell, params: PyTree, start: PyTree, x: PyTree, columns: list[Any] | None = None) -> Linear:
-    """Prepare a cell's transition for both passes.
+def step_vjp(
+    cell: Cell, params: PyTree, start: PyTree, x: PyTree, recurrent_features: list[Any] | None = None
+) -> StepVjp:
+    """Prepare a cell's transition for both passes, for one stream.
 
     Args:
       cell: the cell.
       params: its parameters.
       start: a state, for its structure.
       x: an input, likewise.
-      columns: through which weights dh_t/dh_{t-1} goes: for each weight matrix the features, `[k, rows]`, whose weights
-        count in each row, and as many as it has where there are fewer. All other features are constants. None for all.
-
-    Returns:
-      The maps, for one stream.
+      recurrent_features: for each weight matrix the features of each row, `[k, rows]`, whose weights are part of
+        dh_t/dh_{t-1}; A, the number of features, fills up shorter rows. All other features are constants. None for all.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
       >>> cell = sg.cells.vanilla(2, 3)
       >>> params = cell.init_params(jax.random.key(0))
-      >>> maps = linear(cell, params, cell.init_state(), jnp.ones(2))
-      >>> new, kept, features = maps.take(jnp.zeros(3), jnp.ones(2))
-      >>> cotangent, dz = maps.pull(kept, jnp.ones(3))
+      >>> maps = step_vjp(cell, params, cell.init_state(), jnp.ones(2))
+      >>> new, residuals, features = maps.forward(jnp.zeros(3), jnp.ones(2))
+      >>> cotangent, dz = maps.pull(residuals, jnp.ones(3))
       >>> cotangent.shape, dz["w"].shape, features["w"].shape
       ((3,), (3,), (6,))
     """
@@ -67,8 +66,8 @@ def linear(cell: Cell, params: PyTree, start: PyTree, x: PyTree, columns: list[A
     def transition(vector: Array, here: PyTree, x: PyTree) -> Float[Array, " S"]:
         """h_t, as a function of h_{t-1} and of a displacement of this step's preactivations, or of its parameters."""
         state = unravel(vector)
-        if columns is not None:
-            new = _through_some(cell, params, columns, state, x, here)
+        if recurrent_features is not None:
+            new = _through_some_features(cell, params, recurrent_features, state, x, here)
         else:
             new = cell.step(here, state, x) if cut is None else cut.inject(params, state, x, here)
         check_same_state(state, new)
@@ -80,55 +79,54 @@ def linear(cell: Cell, params: PyTree, start: PyTree, x: PyTree, columns: list[A
         leaves, structure = jax.tree.flatten(pull)
         return new, leaves, structure
 
-    moves = depends(lambda vector, x: linearised(vector, x)[1], vector, x)
-    _, anywhere, structure = linearised(vector, x)  # of which only what does not move is used
+    varies = depends(lambda vector, x: linearised(vector, x)[1], vector, x)
+    _, constants, structure = linearised(vector, x)  # only the leaves that do not vary are used
 
-    def take(vector: Array, x: PyTree) -> tuple[Array, list[Any], PyTree]:
+    def forward(vector: Array, x: PyTree) -> tuple[Array, list[Any], PyTree]:
         new, leaves, _ = linearised(vector, x)
         features = None
         if cut is not None and cut.features is not None:
             features = cut.features(params, unravel(vector), x)
-        return new, [leaf for leaf, moving in zip(leaves, moves, strict=True) if moving], features
+        return new, [leaf for leaf, does in zip(leaves, varies, strict=True) if does], features
 
-    def pull(kept: list[Any], cotangent: Array) -> tuple[Array, PyTree]:
-        rest = iter(kept)
-        leaves = [next(rest) if moving else leaf for leaf, moving in zip(anywhere, moves, strict=True)]
+    def pull(residuals: list[Any], cotangent: Array) -> tuple[Array, PyTree]:
+        rest = iter(residuals)
+        leaves = [next(rest) if does else leaf for leaf, does in zip(constants, varies, strict=True)]
         return jax.tree.unflatten(structure, leaves)(cotangent)
 
     def push(vector: Array, x: PyTree, tangent: Array) -> Float[Array, " S"]:
         return jax.jvp(lambda vector: transition(vector, here, x), (vector,), (tangent,))[1]
 
-    return Linear(take, pull, push)
+    return StepVjp(forward, pull, push)
 
 
-def _through_some(cell: Cell, params: PyTree, columns: list[Any], state: PyTree, x: PyTree, here: PyTree) -> PyTree:
-    """The transition with the derivative of a few weights alone: all features stand still, and theirs are put back."""
+def _through_some_features(
+    cell: Cell, params: PyTree, chosen: list[np.ndarray], state: PyTree, x: PyTree, here: PyTree
+) -> PyTree:
+    """The transition with all features fixed; the products of the chosen ones are put back, as tangents alone."""
     cut = cell.cuts["preactivation"]
     assert cut.features is not None
     leaves, structure = jax.tree.flatten(params)
     features = jax.tree.leaves(cut.features(params, state, x))
-    moved = [few_columns(w, a, index) for w, a, index in zip(leaves, features, columns, strict=True)]
-    moved = jax.tree.unflatten(structure, [z - jax.lax.stop_gradient(z) for z in moved])
-    with still():
+    z = [_chosen_products(w, a, index) for w, a, index in zip(leaves, features, chosen, strict=True)]
+    moved = jax.tree.unflatten(structure, [part - jax.lax.stop_gradient(part) for part in z])
+    with fixed_features():
         return cut.inject(params, state, x, jax.tree.map(jnp.add, here, moved))
 
 
-def few_columns(weights: Float[Array, "N A"], features: Float[Array, " A"], columns: np.ndarray) -> Float[Array, " N"]:
-    """Σ_k W[n, f] a[f] over the features f = columns[k, n] of each row, of which A stands for none."""
-    total = jnp.zeros(weights.shape[0], features.dtype)
-    for index in columns:
-        total += _entries(weights, index) * take_entries(features, index, axis=0)
+def _chosen_products(
+    weights: Float[Array, "N A"], features: Float[Array, " A"], chosen: np.ndarray
+) -> Float[Array, " N"]:
+    """Σ_k W[n, f] a[f] over the features f = chosen[k, n] of each row; f = A counts for nothing."""
+    total, width = jnp.zeros(weights.shape[0], features.dtype), weights.shape[1]
+    for index in chosen:
+        entries = jnp.take_along_axis(weights, np.minimum(index, width - 1)[:, None], axis=1)[:, 0]
+        total += jnp.where(index < width, entries, 0) * static_gather(features, index, axis=0)
     return total
 
 
-def _entries(weights: Float[Array, "N A"], index: np.ndarray) -> Float[Array, " N"]:
-    """W[n, index[n]] of every row; zero where there is none."""
-    some = jnp.take_along_axis(weights, np.minimum(index, weights.shape[1] - 1)[:, None], axis=1)[:, 0]
-    return jnp.where(index < weights.shape[1], some, 0)
-
-
 def depends(function: Callable[..., list[Array]], *arguments: PyTree) -> list[bool]:
-    """Which results of a function depend on its arguments, and not alone on what it closes over, such as weights.
+    """Whether each result of a function depends on its arguments, or on values that it closes over alone.
 
     Example:
       >>> import jax.numpy as jnp
@@ -138,12 +136,12 @@ def depends(function: Callable[..., list[Array]], *arguments: PyTree) -> list[bo
     """
     closed = jax.make_jaxpr(function)(*arguments)
     jaxpr = getattr(closed, "jaxpr", closed)
-    moving = set(jaxpr.invars)
+    varying = set(jaxpr.invars)
 
-    def moves(variable: Any) -> bool:
-        return not hasattr(variable, "val") and variable in moving
+    def varies(variable: Any) -> bool:
+        return not hasattr(variable, "val") and variable in varying
 
     for equation in jaxpr.eqns:
-        if any(map(moves, equation.invars)):
-            moving.update(equation.outvars)
-    return [moves(variable) for variable in jaxpr.outvars]
+        if any(map(varies, equation.invars)):
+            varying.update(equation.outvars)
+    return [varies(variable) for variable in jaxpr.outvars]

@@ -1,4 +1,4 @@
-"""Where each parameter of a step went, in words."""
+"""The use of each parameter of a step, for a reader."""
 
 from typing import Any, NamedTuple
 
@@ -9,14 +9,14 @@ from streamgrad.step.find_weights import Plan, real_size
 
 
 class Place(NamedTuple):
-    """What became of one array of parameters.
+    """The use of one array of parameters.
 
     Attributes:
-      name: where it stands among the parameters.
+      name: its path among the parameters.
       shape: of the array.
-      where: "product", "own" for a cut of its own, "both", "unused"; "whole" where products were not looked for.
+      where: "product", "own" for a cut of its own, "both", "unused"; "whole" where products were not searched for.
       matrices: the matrices that it is part of, as (rows, features).
-      displaced: how many numbers of its own are displaced at every step.
+      displaced: the number of its own entries that are displaced at every step.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 def places(params: PyTree, plan: Plan | None) -> list[Place]:
-    """What became of every array of parameters; without a plan, nothing was looked for."""
+    """The use of every array of parameters; without a plan, products were not searched for."""
     found = []
     for index, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
         name = jax.tree_util.keystr(path)

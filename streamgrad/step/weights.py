@@ -2,7 +2,8 @@
 
 A leaf is a weight matrix W `[rows, A]`. Its rows make preactivations z = W a, and the rows of all matrices, one after
 the other in the order of the leaves, are the N entries of the ravelled z. A gradient of the weights is a sum of outer
-products of a vector over rows and one over features, which is kept in these factors until it can be summed at once.
+products of a vector over rows and one over features. A reverse pass gives them as these two factors, to be summed at
+once.
 """
 
 import functools
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from streamgrad._typing import Array, Float, PyTree
+from streamgrad.step.platform import by_platform
 
 
 class Outer(NamedTuple):
@@ -29,12 +31,12 @@ class Outer(NamedTuple):
 
 
 def rows_of(params: PyTree) -> tuple[int, ...]:
-    """How many rows each weight matrix has."""
+    """The number of rows of each weight matrix."""
     return tuple(leaf.shape[0] for leaf in jax.tree.leaves(params))
 
 
 def by_matrix(rows: Any, counts: Sequence[int]) -> list[Any]:
-    """An array over all preactivations, its last axis, in one part for each weight matrix.
+    """Split an array along its last axis, over all preactivations, into a part for each weight matrix.
 
     Example:
       >>> [part.tolist() for part in by_matrix(np.arange(5), (2, 3))]
@@ -62,7 +64,7 @@ def zero_features(params: PyTree) -> PyTree:
 def outer(left: PyTree, right: PyTree) -> PyTree:
     """left right^T for each weight matrix, with any leading axes of `left`.
 
-    Written out, to be added on the fly: as a product of matrices it would be made first.
+    Written out, for the compiler to add it on the fly: a product of matrices would be made first.
     """
 
     def one(left: Float[Array, "*any rows"], right: Float[Array, " A"]) -> Float[Array, "*any rows A"]:
@@ -85,7 +87,7 @@ def sum_outer(factors: Outer) -> PyTree:
 def zero_terms(params: PyTree, rank: int, state_size: int) -> tuple[PyTree, PyTree]:
     """Zeros for sums of `rank` Kronecker products, of each weight matrix: `[rank, S, rows]` and `[rank, A]`.
 
-    A matrix with fewer features than that has one term for each, with which every sum is exact.
+    A matrix with fewer features has one term for each of them, and every sum is exact.
     """
     left = jax.tree.map(lambda w: jnp.zeros((min(rank, w.shape[1]), state_size, w.shape[0]), w.dtype), params)
     return left, jax.tree.map(lambda w: jnp.zeros((min(rank, w.shape[1]), w.shape[1]), w.dtype), params)
@@ -110,36 +112,31 @@ def row_squares(weights: PyTree) -> Float[Array, " N"]:
     return jnp.concatenate([jnp.sum(leaf**2, axis=1) for leaf in jax.tree.leaves(weights)])
 
 
-def sum_blocks(weights: PyTree, by: list[Array]) -> PyTree:
-    """Σ over streams of weights whose blocks of rows each have a number of their own.
+def sum_row_groups(weights: PyTree, by: list[Array]) -> PyTree:
+    """Σ over streams of weights `[B, rows, A]`, each group of rows times its own number.
 
-    Args:
-      weights: leaves `[B, rows, A]`.
-      by: for each matrix a number for every stream and block, `[B, g]`; its blocks have the same number of rows.
-
-    Returns:
-      The sum, like the parameters.
+    The numbers `by` are `[B, g]` for each matrix, whose g groups have the same number of rows.
     """
     leaves, structure = jax.tree.flatten(weights)
     sums = []
     for leaf, numbers in zip(leaves, by, strict=True):
-        blocks = leaf.reshape(*numbers.shape, -1)  # a block's rows are one number times one long vector
-        sums.append(jnp.einsum("bg,bgr->gr", numbers, blocks).reshape(leaf.shape[1:]))
+        groups = leaf.reshape(*numbers.shape, -1)  # one number times one long vector
+        sums.append(jnp.einsum("bg,bgr->gr", numbers, groups).reshape(leaf.shape[1:]))
     return jax.tree.unflatten(structure, sums)
 
 
-def project_blocks(left: list[Array], weights: PyTree) -> list[Array]:
-    """left^T W for every block of rows, for each weight matrix: `[g, T, n]` to `[g, T, A]`."""
+def project_row_groups(left: list[Array], weights: PyTree) -> list[Array]:
+    """left^T W for every group of rows, for each weight matrix: `[g, T, n]` to `[g, T, A]`."""
     return [
         v @ w.reshape(v.shape[0], v.shape[2], w.shape[1]) for v, w in zip(left, jax.tree.leaves(weights), strict=True)
     ]
 
 
 def steps_at_once(params: PyTree, vectors: int, length: int) -> int:
-    """Through how many steps of a chunk a reverse pass of so many vectors goes before it multiplies factors out.
+    """The number of steps after which a reverse pass of a chunk multiplies its factors out.
 
-    A step leaves a number for each vector and preactivation; M has one for each vector and weight. As long as a whole
-    chunk leaves no more than M, that is what is kept; else M's increment itself is, and a quarter as much.
+    A step leaves one number for each vector and preactivation; M has one for each vector and weight. The factors of a
+    whole chunk are stored if they are no larger than M; else M's increment itself is, and factors of a quarter of M.
     """
     weights, rows = sum(leaf.size for leaf in jax.tree.leaves(params)), sum(rows_of(params))
     if length * rows <= weights or length * rows * vectors <= LARGE:
@@ -147,55 +144,56 @@ def steps_at_once(params: PyTree, vectors: int, length: int) -> int:
     return max(weights // (4 * rows), 1)
 
 
-# Below so many numbers a sum of matrices is made at once: a loop over parts of it would only cost time.
+# The number of entries below which a sum of matrices is made at once: a loop over parts of it would only cost time.
 LARGE = 1 << 16
 
 
 def add_pulled(matrices: PyTree, pulled: PyTree) -> PyTree:
-    """M + what a reverse pass has pulled back to the parameters, for b streams and S vectors each.
+    """M plus the parameters' cotangents of a reverse pass, for b streams and S vectors each.
 
     Args:
       matrices: leaves `[b, S, *shape]`.
-      pulled: the same; or in factors, `left[K, b, S, rows]` and `right[K, b, A]` of each weight matrix, whose product
-        over the K steps is added.
-
-    Returns:
-      The sum. Of a large one a few rows after the other, so that the product is never there as a whole.
+      pulled: the same; or factors, `left[K, b, S, rows]` and `right[K, b, A]` of each weight matrix, whose product over
+        the K steps is added. To a large M it is added a few rows at a time, and never stored as a whole.
     """
     if not isinstance(pulled, Outer):
         return jax.tree.map(jnp.add, matrices, pulled)
 
-    def add(matrix: Array, left: Float[Array, "K b S rows"], right: Float[Array, "K b A"]) -> Array:
+    def at_once(matrix: Array, left: Float[Array, "K b S rows"], right: Float[Array, "K b A"]) -> Array:
+        return matrix + jnp.einsum("kbsn,kba->bsna", left, right)
+
+    def in_parts(matrix: Array, left: Array, right: Array) -> Array:
         size = matrix.shape[1]
-        # A GPU's product of matrices adds to what is there; a CPU's is made first, and added afterwards.
-        whole = matrix.size <= LARGE or jax.default_backend() == "gpu"
-        parts = 1 if whole else max(n for n in range(1, 17) if size % n == 0)
-        if parts == 1:
-            return matrix + jnp.einsum("kbsn,kba->bsna", left, right)
+        length = size // max(n for n in range(1, 17) if size % n == 0)
 
-        def some(i: Array, matrix: Array) -> Array:
-            at = i * (size // parts)
-            few = jax.lax.dynamic_slice_in_dim(left, at, size // parts, axis=2)
-            new = jax.lax.dynamic_slice_in_dim(matrix, at, size // parts, axis=1)
-            new = new + jnp.einsum("kbsn,kba->bsna", few, right)
-            return jax.lax.dynamic_update_slice_in_dim(matrix, new, at, axis=1)
+        def one(i: Array, matrix: Array) -> Array:
+            at = i * length
+            rows = jax.lax.dynamic_slice_in_dim(matrix, at, length, axis=1)
+            rows = at_once(rows, jax.lax.dynamic_slice_in_dim(left, at, length, axis=2), right)
+            return jax.lax.dynamic_update_slice_in_dim(matrix, rows, at, axis=1)
 
-        return jax.lax.fori_loop(0, parts, some, matrix)
+        return jax.lax.fori_loop(0, size // length, one, matrix)
+
+    def add(matrix: Array, left: Array, right: Array) -> Array:
+        if matrix.size <= LARGE:
+            return at_once(matrix, left, right)
+        # A GPU's product of matrices adds to M in place; a CPU's is made first, and added afterwards.
+        return by_platform(in_parts, at_once, matrix, left, right)
 
     return jax.tree.map(add, matrices, pulled.left, pulled.right)
 
 
 def scale_pulled(pulled: PyTree, by: Float[Array, "b R"]) -> PyTree:
-    """What a reverse pass has pulled back to the parameters with R vectors, each times a number of its own."""
+    """The parameters' cotangents of a reverse pass with R vectors, each times a number of its own."""
     if not isinstance(pulled, Outer):
         return scale_each(pulled, by)
     return pulled._replace(left=jax.tree.map(lambda left: by[None, :, :, None] * left, pulled.left))
 
 
 def square_norms_pulled(pulled: PyTree) -> Float[Array, "b R"]:
-    """The squared norm of what a reverse pass has pulled back, for each of b streams and R vectors.
+    """The squared norms of the parameters' cotangents, for each of b streams and R vectors.
 
-    Of factors it is Σ_{k,l} (left_k · left_l) (right_k · right_l): nothing as large as the weights is made.
+    For factors it is Σ_{k,l} (left_k · left_l) (right_k · right_l), without an array as large as the weights.
     """
     if not isinstance(pulled, Outer):
         return square_norms_each(pulled)
@@ -208,21 +206,21 @@ def square_norms_pulled(pulled: PyTree) -> Float[Array, "b R"]:
 
 
 def zero_each(params: PyTree, *counts: int) -> PyTree:
-    """So many times the parameters, in zeros: leaves `[*counts, *shape]`."""
+    """Zeros of the shapes `[*counts, *shape]`, for parameters with leaves `[*shape]`."""
     return jax.tree.map(lambda leaf: jnp.zeros((*counts, *leaf.shape), leaf.dtype), params)
 
 
 def scale_each(weights: PyTree, by: Float[Array, "b R"]) -> PyTree:
-    """Leaves `[b, R, *shape]`, each of the b R multiplied by its own number."""
+    """Leaves `[b, R, *shape]`, each of the b R trees multiplied by its own number."""
     return jax.tree.map(lambda leaf: by.reshape(*by.shape, *(1,) * (leaf.ndim - 2)) * leaf, weights)
 
 
 def square_norms_each(weights: PyTree) -> Float[Array, "b R"]:
-    """The squared norm of each of b R times the parameters, `[b, R, *shape]`."""
+    """The squared norm of each of b R trees with leaves `[b, R, *shape]`."""
     squares = [jnp.sum(leaf.reshape(*leaf.shape[:2], -1) ** 2, axis=2) for leaf in jax.tree.leaves(weights)]
     return functools.reduce(jnp.add, squares)
 
 
 def sum_scaled(weights: PyTree, by: Float[Array, "b R"]) -> PyTree:
-    """Σ of b R times the parameters, `[b, R, *shape]`, each multiplied by its own number."""
+    """The sum of b R trees with leaves `[b, R, *shape]`, each multiplied by its own number."""
     return jax.tree.map(lambda leaf: jnp.tensordot(by, leaf, axes=2), weights)

@@ -1,7 +1,7 @@
-"""One transition for several copies of the state: the same value, with derivatives that reach back differently far.
+"""One transition for several copies of the state: one value, with derivatives over windows of different lengths.
 
-Losses with windows of their own each need the derivative of the state with respect to their own window alone. Such
-derivatives differ, but the state is one, and so is the linear map from its derivative before a step to that after it.
+Each loss needs the derivative of the state with respect to its own window alone. These derivatives differ, but the
+state is one, and so is the linear map from its derivative before a step to the one after it.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,18 @@ def in_copies(transition: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree]) ->
 
         dh^c_t = (dh_t/dh_{t-1}) dh^c_{t-1} + (dh_t/dz_t) dz_t,    without the first term where copy c starts again
 
-    z_t is what is displaced. Values are computed once and the step is linearised once, for all copies; a reverse pass
-    takes the cotangents of all of them at a time.
+    z_t is displaced. The step is computed and linearised once for all copies, and a reverse pass takes the cotangents
+    of all of them at a time.
 
     Args:
       transition: `transition(params, displaced, state, x) -> state`.
 
     Returns:
       `copied(params, displaced, state, copies, x, starts, own, begins) -> (state, copies, seen)`. `copies` has a
-      leading axis for them; its values mean nothing, its derivatives are those of the copies. They forget what was
-      before this step where `starts`, one bool for each, and all of them where `begins`, which may be None. `seen` is
-      the new state with the derivative of the copy `own`. With `starts=None` there is one copy, without an axis.
-      Derivatives with respect to all but `displaced` and `copies` are left out, and the new state itself has none.
+      leading axis; its values mean nothing, its derivatives are those of the copies. A copy forgets the past where its
+      bool of `starts` is true, and all copies where `begins` is, which may be None. `seen` is the new state with the
+      derivative of the copy `own`. With `starts=None` there is one copy, without an axis. There are derivatives with
+      respect to `displaced` and `copies` alone, and none of the new state itself.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -56,7 +56,7 @@ def in_copies(transition: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree]) ->
         _, displaced_dot, _, copies_dot, *_ = tangents
 
         def step(displaced: PyTree, before: PyTree) -> PyTree:
-            # Cut here and not copy by copy, so that the reverse pass stores it once for all of them.
+            # Here and not copy by copy, so that the reverse pass stores it once for all of them.
             before = before if begins is None else _cut(begins, state, before)
             return transition(params, displaced, before, x)
 

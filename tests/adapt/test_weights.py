@@ -40,10 +40,7 @@ def test_online_b():
     assert_same(got, sg.variance.estimate_b_online(made(weighed, MODEL), params, plain, noise))
 
 
-SLOWER = [{"episode": 3, "statistics": "appendix_f"}, {"episode": 3}]
-
-
-@pytest.mark.parametrize("options", [{"window": 4}, *(pytest.param(o, marks=pytest.mark.slow) for o in SLOWER)])
+@pytest.mark.parametrize("options", [{"window": 4}, pytest.param({"episode": 3}, marks=pytest.mark.slow)])
 def test_carried(options):
     """Gradients, and all that is learnt from the losses, over a few windows of three streams."""
     params = make_params(MODEL)

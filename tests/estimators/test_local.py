@@ -7,7 +7,7 @@ import pytest
 
 import streamgrad as sg
 from streamgrad.engine.learning_signal import random_weights
-from streamgrad.step.row_units import find_local
+from streamgrad.step.row_units import find_row_units
 from tests.reference import local as oracle
 from tests.tools import bptt, error, few, made, make_chunk, make_params, one_sentence, run, split
 
@@ -166,10 +166,10 @@ def test_as_a_gpu_computes_it(name, monkeypatch):
 
 def test_gates_share_the_recursion_of_their_units():
     """An LSTM's input, forget and cell gates have h_j and c_j; its output gate has h_j alone, and keeps one array."""
-    local = find_local(MODELS["lstm"], order=1)
-    assert [leaf.own.tolist() for leaf in local.sets.leaves] == [[[0, 1, 2]], [[0, 1, 2], [3, 4, 5]]]
-    assert [(b.begin, b.end, b.table) for b in local.blocks] == [(0, 9, 1), (9, 12, 0)]
-    assert [b.sets.tolist() for b in local.blocks] == [[0, 1, 2] * 3, [0, 1, 2]]
+    local = find_row_units(MODELS["lstm"], order=1)
+    assert [leaf.own.tolist() for leaf in local.by_set.leaves] == [[[0, 1, 2]], [[0, 1, 2], [3, 4, 5]]]
+    assert [(b.begin, b.end, b.table) for b in local.ranges] == [(0, 9, 1), (9, 12, 0)]
+    assert [b.sets.tolist() for b in local.ranges] == [[0, 1, 2] * 3, [0, 1, 2]]
 
 
 def echo(affine, state, x):

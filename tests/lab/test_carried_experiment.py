@@ -26,6 +26,14 @@ def test_claims(tmp_path):
     assert section.table.rows[0][:2] == ["identity, GIR", "300.0"] and training.table.rows[0][1] == "0.500"
 
 
+def test_recorded_setting_that_is_gone(tmp_path):
+    """Rows of a setting that new runs do not have are still read, and shown last."""
+    write_rows(tmp_path / VARIANCE, rows_of({"gir": 300.0, "exact": 50.0, "all": 57.0, "one": 99.0, "online": 8e4}))
+    (section,) = sections(tmp_path)
+    assert section.table.rows[-1][0].startswith("B of Appendix F")
+    assert "online" not in find_experiment("carried").presets["paper"].watched
+
+
 def test_young_statistics_do_not_count():
     rows = rows_of({"one": 1.0}, (10,)) + rows_of({"one": 4.0}, (100,)) + rows_of({"one": 9.0}, (50,))
     assert means(rows)["one"] == pytest.approx(6.0)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from streamgrad.step.find_weights import find_products
+from streamgrad.step.find_weights import find_weights
 from tests.tools import few
 
 KEY = jax.random.key(0)
@@ -71,7 +71,7 @@ def test_the_step_and_its_gradient(case):
     step, params, size, width, shapes = CASES[case]
     rng = np.random.default_rng(0)
     h, x, v = (jnp.asarray(rng.normal(size=n)) for n in (size, width, size))
-    found = find_products(step, params, h, x, jnp.float64)
+    found = find_weights(step, params, h, x, jnp.float64)
     weights = found.weights(params)
     new, z, a = found.run(weights, h, x, None)
     np.testing.assert_allclose(new, step(params, h, x), atol=1e-13)
@@ -95,7 +95,7 @@ def test_dead_ends_are_not_displaced():
         return jnp.tanh(p["w"] @ h)
 
     params = draw(w=(2, 2), dead=(2,), unused=(4,))
-    found = find_products(step, params, jnp.ones(2), jnp.ones(1), jnp.float64)
+    found = find_weights(step, params, jnp.ones(2), jnp.ones(1), jnp.float64)
     assert [w.shape for w in found.weights(params)] == [(2, 2)]
     assert not found.plan.rest
 
@@ -107,5 +107,5 @@ def test_a_large_value_is_displaced_where_it_is_small():
         return jnp.broadcast_to(jnp.exp(p["a"]), h.shape) * h + x[0]
 
     params = draw(a=())
-    found = find_products(step, params, jnp.ones(50), jnp.ones(1), jnp.float64)
+    found = find_weights(step, params, jnp.ones(50), jnp.ones(1), jnp.float64)
     assert [w.shape for w in found.weights(params)] == [(1, 1)]

@@ -7,8 +7,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
-from streamgrad.step.influence_sparsity import Pattern, find_reach
-from streamgrad.step.jacobian_sparsity import feature_pattern, find_pattern
+from streamgrad.step.influence_sparsity import JacobianPattern, find_influence_pattern
+from streamgrad.step.jacobian_sparsity import feature_pattern, find_jacobian_pattern
 from tests.tools import bptt, error, few, make_chunk, make_params, run, split
 
 MASK = np.array([[1, 0, 0, 1], [0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]], float)
@@ -120,7 +120,7 @@ def somewhere(model):
 
 @pytest.mark.parametrize("name", few(CELLS, "gru", "masked", "masked twice", "columns"))
 def test_pattern_is_where_derivatives_are(name):
-    pattern = find_pattern(MODELS[name])
+    pattern = find_jacobian_pattern(MODELS[name])
     state, cut = somewhere(MODELS[name])
     assert not np.any(state & ~pattern.state) and not np.any(cut & ~pattern.cut)
     if name != "odd":
@@ -161,15 +161,15 @@ def test_what_cannot_be_known():
         lambda: jnp.zeros(3),
     )
     model = sg.Model(unknown, sg.heads.squared_error(2))
-    assert find_pattern(model) is None
+    assert find_jacobian_pattern(model) is None
     with pytest.raises(ValueError, match="example_input"):
         sg.snap(model)
 
 
 def test_reach_of_a_chain():
     """Each unit hears the one before it: a row reaches all that come after, and no two have the same."""
-    chain = Pattern(np.eye(5, k=-1, dtype=bool), np.eye(5, dtype=bool))
-    reach = find_reach(chain, [5])
+    chain = JacobianPattern(np.eye(5, k=-1, dtype=bool), np.eye(5, dtype=bool))
+    reach = find_influence_pattern(chain, [5])
     reached = np.zeros((5, 5), bool)
     leaf = reach.leaves[0]
     for place, units in enumerate([*leaf.own, *(np.full(5, unit) for unit in leaf.shared)]):

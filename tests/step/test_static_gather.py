@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from streamgrad.step.static_gather import take
+from streamgrad.step.static_gather import static_gather
 
 INDICES = {
     "all": [0, 1, 2, 3, 4],
@@ -25,10 +25,10 @@ def test_take(name, axis):
     index = np.array(INDICES[name], int)
     array = jnp.asarray(np.random.default_rng(0).normal(size=(5, 5, 2)))
     want, pull_want = jax.vjp(lambda a: jnp.take(a, index, axis=axis), array)
-    got, pull = jax.vjp(lambda a: take(a, index, axis), array)
+    got, pull = jax.vjp(lambda a: static_gather(a, index, axis), array)
     np.testing.assert_array_equal(got, want)
     np.testing.assert_allclose(pull(jnp.cos(got))[0], pull_want(jnp.cos(got))[0], atol=1e-15)
 
 
 def test_what_lies_beyond_the_end_is_any_number():
-    assert take(jnp.arange(3.0), np.array([1, 2, 3]), 0)[:2].tolist() == [1, 2]
+    assert static_gather(jnp.arange(3.0), np.array([1, 2, 3]), 0)[:2].tolist() == [1, 2]

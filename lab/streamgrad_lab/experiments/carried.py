@@ -80,7 +80,7 @@ PRESETS = MappingProxyType(
             points=10,
             draws=16,
             seeds=3,
-            watched=("all", "diagonal", "online"),
+            watched=("all", "diagonal"),
             trained=("gir", "exact", "all", "one"),
         ),
     }
@@ -97,7 +97,6 @@ def make_estimator(name: str, model: Model, task: Task) -> GradientEstimator:
         "all": {"streams": None, "decay": 0.95, "refresh": 1},
         "one": {},
         "diagonal": {"q0": "diagonal"},
-        "online": {"streams": None, "alpha": "gir", "statistics": "appendix_f"},
     }
     if name != "gir":
         est = carried(est, episode=length, **choices[name])

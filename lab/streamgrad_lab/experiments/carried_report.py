@@ -21,6 +21,7 @@ TITLES = MappingProxyType(
         "all": "carried over, all streams",
         "one": "carried over, 1 stream",
         "diagonal": "carried over, 1 stream, diagonal Q_0",
+        # In recorded runs alone: an option that is gone.
         "online": "B of Appendix F from all streams, GIR",
     }
 )
