@@ -24,9 +24,11 @@ from streamgrad_lab.timing import prepare, take_turns
 
 import streamgrad as sg
 from benchmarks.problems import LEAST_SECONDS, make_problem
-from streamgrad.engine import unroll
+from streamgrad.estimators.rtrl import rtrl_by_steps
+from streamgrad.estimators.snap import snap_by_steps
+from streamgrad.step import platform
 
-STEPS_PER_TURN = unroll.ON_GPU
+STEPS_PER_TURN = platform.STEPS_PER_TURN_ON_GPU
 
 
 class Method(NamedTuple):
@@ -40,21 +42,21 @@ BPTT = {"bptt": Method(sg.bptt)}
 # As it was when the aims were set, with one step in each turn of its loop: on a GPU half as fast as today's.
 OLD = "bptt, a step per turn"
 RTRL = {"rtrl": Method(sg.rtrl)}
-STEPS = {"rtrl, step by step": Method(lambda model: sg.rtrl(model, form="steps"))}
+STEPS = {"rtrl, step by step": Method(rtrl_by_steps)}
 OK = {"ok, 8 terms": Method(lambda model: sg.ok(model, rank=8))}
 PREUORO = {"preuoro": Method(sg.preuoro)}
 UORO = {
     "uoro": Method(sg.uoro),
-    "uoro across": Method(lambda model: sg.uoro(model, inside="backprop")),
-    "uoro across, 8 blocks": Method(lambda model: sg.uoro(model, inside="backprop", blocks=8)),
+    "uoro_across": Method(sg.uoro_across),
+    "uoro_across, 8 blocks": Method(lambda model: sg.uoro_across(model, blocks=8)),
 }
 SNAP = {
     "snap": Method(sg.snap),
-    "snap across": Method(lambda model: sg.snap(model, inside="backprop")),
+    "snap, inside backprop": Method(lambda model: sg.snap(model, inside="backprop")),
     "eprop": Method(sg.eprop),
     "immediate": Method(sg.immediate),
 }
-SNAP_STEPS = {"snap, step by step": Method(lambda model: sg.snap(model, form="steps"))}
+SNAP_STEPS = {"snap, step by step": Method(snap_by_steps)}
 DIAGONAL = ("lru", "rtu", "elstm", "mingru")
 RTRL_WATCHED = {"rtrl, 2 streams watched": Method(sg.rtrl, 2)}
 OK_WATCHED = {"ok, 8 terms, 2 streams watched": Method(lambda model: sg.ok(model, rank=8), 2)}
@@ -84,14 +86,14 @@ PRESETS: dict[str, list[Case]] = {
         ),
     ],
     "large": [
-        ("lstm", 256, 32, UORO, {"uoro across": 1.2}),
-        ("lstm", 512, 64, UORO, {"uoro across": 1.2}),
-        ("lstm", 1024, 64, UORO, {"uoro across": 1.5}),
-        ("lstm", 2048, 16, UORO, {"uoro across": 1.2}),
-        ("vanilla", 256, 32, UORO, {"uoro across": 1.2}),
-        ("vanilla", 512, 64, UORO, {"uoro across": 1.2}),
-        ("vanilla", 1024, 64, UORO, {"uoro across": 1.2}),
-        ("vanilla", 2048, 16, UORO, {"uoro across": 1.2}),
+        ("lstm", 256, 32, UORO, {"uoro_across": 1.2}),
+        ("lstm", 512, 64, UORO, {"uoro_across": 1.2}),
+        ("lstm", 1024, 64, UORO, {"uoro_across": 1.5}),
+        ("lstm", 2048, 16, UORO, {"uoro_across": 1.2}),
+        ("vanilla", 256, 32, UORO, {"uoro_across": 1.2}),
+        ("vanilla", 512, 64, UORO, {"uoro_across": 1.2}),
+        ("vanilla", 1024, 64, UORO, {"uoro_across": 1.2}),
+        ("vanilla", 2048, 16, UORO, {"uoro_across": 1.2}),
     ],
     "local": [
         ("lstm", 256, 32, SNAP | SNAP_STEPS, {"snap": 2}),
@@ -118,7 +120,7 @@ def measure(case: Case, length: int, repeats: int) -> list[dict[str, Any]]:
     model, params, chunk = make_problem(cell, hidden, streams, length)
     programs, memories = {}, {}
     for name, method in (BPTT | {OLD: Method(sg.bptt)} | methods).items():
-        unroll.ON_GPU = 1 if name == OLD else STEPS_PER_TURN
+        platform.STEPS_PER_TURN_ON_GPU = 1 if name == OLD else STEPS_PER_TURN
         est = sg.batched(method.make(model), streams, method.watched)
         state = est.init(params)
         memories[name] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.memory))

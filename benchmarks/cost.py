@@ -19,6 +19,8 @@ from streamgrad_lab.timing import Program, prepare, state_bytes, take_turns, tem
 
 import streamgrad as sg
 from benchmarks.problems import LEAST_SECONDS, handwritten_bptt, make_problem
+from streamgrad.estimators.rtrl import rtrl_by_steps
+from streamgrad.estimators.uoro import uoro_plain
 
 FIELDS = ["section", "device", "cell", "hidden", "streams", "length", "estimator"]
 FIELDS += ["us_per_step", "times_bptt", "temp_mib", "state_mib", "compile_s"]
@@ -46,7 +48,13 @@ MAIN = ("bptt", "uoro", "uoro, no rescaling", "uoro, plain form")
 # What is measured with no other program beside it, which would share the caches.
 ALONE = {
     "pair": ["bptt", "uoro"],
-    "windows": ["bptt", "tbptt, window 16", "tbptt, window 16, every 4", "tbptt, one block", "tbptt, two blocks"],
+    "windows": [
+        "bptt",
+        "windowed_bptt, window 16",
+        "windowed_bptt, window 16, every 4",
+        "windowed_bptt, one block",
+        "windowed_bptt, two blocks",
+    ],
 }
 # The largest influence that is tried, in bytes over all streams.
 LARGEST = {"smoke": 2**24, "cpu": 2**29, "gpu": 2**34}
@@ -61,14 +69,14 @@ def estimators(model: sg.Model, streams: int, length: int, limit: int) -> dict[s
         "uoro": sg.uoro(model),
         "uoro, no rescaling": sg.uoro(model, rescale="none"),
         "uoro, 8 groups": sg.uoro(model, groups=8),
-        "tbptt, window 16": sg.tbptt(model, window=16),
+        "windowed_bptt, window 16": sg.windowed_bptt(model, window=16),
     }
     if length > 1:
-        found["uoro, plain form"] = sg.uoro(model, form="plain")
+        found["uoro, plain form"] = uoro_plain(model)
         found["bptt, recompute 8"] = sg.bptt(model, recompute=8)
-        found["tbptt, window 16, every 4"] = sg.tbptt(model, window=16, every=4)
-        found["tbptt, one block"] = sg.tbptt(model, window=length, every=length)
-        found["tbptt, two blocks"] = sg.tbptt(model, window=2 * length, every=length)
+        found["windowed_bptt, window 16, every 4"] = sg.windowed_bptt(model, window=16, every=4)
+        found["windowed_bptt, one block"] = sg.windowed_bptt(model, window=length, every=length)
+        found["windowed_bptt, two blocks"] = sg.windowed_bptt(model, window=2 * length, every=length)
     if 4 * streams * layout.size * layout.state_size * 64 < limit:
         found["preuoro"] = sg.preuoro(model)
     if 4 * streams * layout.state_size * params * 16 < limit:
@@ -173,7 +181,7 @@ def measure_rtrl(table: Table, preset: str) -> None:
             return end[0, 0], end, sg.Info(end[0, :1], {})
 
         programs = {
-            "rtrl": compiled(sg.rtrl(model, form="steps"), params, chunk, 1),
+            "rtrl": compiled(rtrl_by_steps(model), params, chunk, 1),
             "bare product": prepare(product, params, jnp.ones((hidden, columns)), chunk, None),
             "bptt": compiled(sg.bptt(model), params, chunk, 1),
         }
@@ -212,7 +220,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", choices=("vanilla", "lstm", "gru"), default=["lstm", "vanilla"])
     parser.add_argument("--all", action=argparse.BooleanOptionalAction, default=True, help="memory, growth, RTRL")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--alone", choices=ALONE, help="these alone: bptt and uoro, or bptt and tbptt")
+    parser.add_argument("--alone", choices=ALONE, help="these alone: bptt and uoro, or bptt and windowed_bptt")
     arguments = parser.parse_args()
     table = Table()
     path = arguments.out / f"cost_{arguments.preset}{f'_{arguments.alone}' if arguments.alone else ''}.csv"

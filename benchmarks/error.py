@@ -35,20 +35,15 @@ class Method(NamedTuple):
     noisy: bool = True
 
 
-def inside(**options: Any) -> Callable[[sg.Model], sg.GradientEstimator]:
-    """UORO across chunks."""
-    return lambda model: sg.uoro(model, inside="backprop", **options)
-
-
 def methods() -> Iterator[Method]:
     """The rows of the table."""
     yield Method("uoro", LENGTH, sg.uoro)
     yield Method("uoro, 8 groups", LENGTH, lambda model: sg.uoro(model, groups=8))
     yield Method("preuoro", LENGTH, sg.preuoro)
     for chunk in (4, 8, 16):
-        yield Method("tbptt by chunks", chunk, sg.bptt, noisy=False)
-        yield Method("uoro across", chunk, inside())
-        yield Method("uoro across, 8 blocks", chunk, inside(blocks=8))
+        yield Method("bptt by chunks", chunk, sg.bptt, noisy=False)
+        yield Method("uoro_across", chunk, sg.uoro_across)
+        yield Method("uoro_across, 8 blocks", chunk, lambda model: sg.uoro_across(model, blocks=8))
         for rank in (1, 4, 8):
             yield Method(f"ok, {rank} terms", chunk, lambda model, rank=rank: sg.ok(model, rank=rank))
         yield Method("rtrl", chunk, sg.rtrl, noisy=False)

@@ -52,7 +52,7 @@ METHODS: dict[str, Callable[[sg.Model], sg.GradientEstimator]] = {
     "rtrl": sg.rtrl,
     "ok": lambda model: sg.ok(model, rank=4),
     "uoro": sg.uoro,
-    "uoro across": lambda model: sg.uoro(model, inside="backprop"),
+    "uoro_across": sg.uoro_across,
 }
 # (hidden, streams), and what is measured.
 PRESETS: dict[str, list[tuple[int, int, tuple[str, ...]]]] = {
@@ -62,7 +62,7 @@ PRESETS: dict[str, list[tuple[int, int, tuple[str, ...]]]] = {
         (64, 1, tuple(METHODS)),
         (64, 32, tuple(METHODS)),
     ],
-    "large": [(256, 32, ("bptt", "ok", "uoro")), (1024, 64, ("bptt", "uoro", "uoro across"))],
+    "large": [(256, 32, ("bptt", "ok", "uoro")), (1024, 64, ("bptt", "uoro", "uoro_across"))],
 }
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning recall                    # the bit of 12 steps ago by chunks of 4; hours on a CPU
     python -m benchmarks.learning text --text FILE          # the next character, by chunks of 4 and of 16
-    python -m benchmarks.learning recall --only rtrl tbptt --rates 4e-3 --seeds 2
+    python -m benchmarks.learning recall --only rtrl bptt --rates 4e-3 --seeds 2
 
 LSTM or another `--cell`, 16 streams, Adam after clipping at norm 1, an update per chunk, streams that are never reset.
 The loss is the mean over the last tenth of the updates, in nats. Prints a row for each method and rate, and writes
@@ -30,30 +30,25 @@ STREAMS = 16
 Make = Callable[[sg.Model], sg.GradientEstimator]
 
 
-def across(streams: int = STREAMS, watched: int | None = None) -> Callable[[Make], Make]:
+def on_streams(streams: int = STREAMS, watched: int | None = None) -> Callable[[Make], Make]:
     """An estimator for all streams."""
     return lambda make: lambda model: sg.batched(make(model), streams, watched)
 
 
-def inside(**options: Any) -> Make:
-    """UORO across chunks."""
-    return lambda model: sg.uoro(model, inside="backprop", **options)
-
-
 METHODS: dict[str, Make] = {
-    "tbptt": across()(sg.bptt),
-    "uoro": across()(sg.uoro),
-    "uoro across": across()(inside()),
-    "uoro across, 8 blocks": across()(inside(blocks=8)),
-    "uoro across, shrunk": across()(inside(shrink="auto")),
-    "uoro across, 8 blocks, shrunk": across()(inside(blocks=8, shrink="auto")),
-    "ok 1": across()(lambda model: sg.ok(model, rank=1)),
-    "ok 4": across()(lambda model: sg.ok(model, rank=4)),
-    "ok 8": across()(lambda model: sg.ok(model, rank=8)),
-    "rtrl": across()(sg.rtrl),
-    "rtrl, 4 streams watched": across(watched=4)(sg.rtrl),
-    "rtrl, 2 streams watched": across(watched=2)(sg.rtrl),
-    "ok 8, 4 streams watched": across(watched=4)(lambda model: sg.ok(model, rank=8)),
+    "bptt": on_streams()(sg.bptt),
+    "uoro": on_streams()(sg.uoro),
+    "uoro_across": on_streams()(sg.uoro_across),
+    "uoro_across, 8 blocks": on_streams()(lambda model: sg.uoro_across(model, blocks=8)),
+    "uoro_across, shrunk": on_streams()(lambda model: sg.uoro_across(model, shrink="auto")),
+    "uoro_across, 8 blocks, shrunk": on_streams()(lambda model: sg.uoro_across(model, blocks=8, shrink="auto")),
+    "ok 1": on_streams()(lambda model: sg.ok(model, rank=1)),
+    "ok 4": on_streams()(lambda model: sg.ok(model, rank=4)),
+    "ok 8": on_streams()(lambda model: sg.ok(model, rank=8)),
+    "rtrl": on_streams()(sg.rtrl),
+    "rtrl, 4 streams watched": on_streams(watched=4)(sg.rtrl),
+    "rtrl, 2 streams watched": on_streams(watched=2)(sg.rtrl),
+    "ok 8, 4 streams watched": on_streams(watched=4)(lambda model: sg.ok(model, rank=8)),
 }
 
 

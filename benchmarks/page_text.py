@@ -102,7 +102,7 @@ from chunk to chunk, in float32."""
 VERDICTS = {
     "exact": "It is exact: what there is of an error is rounding, shown as 0.",
     "exact in the chunk": """It is exact inside a chunk, and gives no credit to what lies before. On chunks of {chunk}
-steps that is truncated BPTT, and its error is a bias: no number of streams or updates averages it out. With the whole
+steps its error is therefore a bias: no number of streams or updates averages it out. With the whole
 stream as one chunk it would be 0.""",
     "biased": """It is biased: its error is a bias{noise}, which no number of streams or updates averages out. It can
 still be the better choice, where it is cheap and its cosine is high.""",
@@ -186,8 +186,8 @@ The error of what is exact in the chunk, and of what is biased, is a bias: no nu
 out. The error of what is unbiased is noise, which falls as 1/B with B streams. So the two are not alike at the same
 size: over many updates noise averages out, and bias adds up.
 
-**Letters** on the pages: S state units, N preactivations, A features, P recurrent parameters, G groups, r terms, T or K
-steps in a chunk. A *cut* is the vertex of the transition at which noise enters.
+**Letters** on the pages: S state units, N preactivations, A features, P recurrent parameters, G groups, R blocks, r
+terms, T or K steps in a chunk. A *cut* is the vertex of the transition at which noise enters.
 
 `{command}` measures again and writes all pages ([CSV](../../benchmarks/results/pages.csv)), with `--only NAME` some of
 them; `{command} --write-only` writes them from what was measured.

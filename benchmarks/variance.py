@@ -60,47 +60,47 @@ def tasks(model: sg.Model, length: int, streams: int, block: int | None) -> dict
         return bptt.update(params, bptt.init(params), chunk, None)[0]
 
     def from_episode(
-        work: Callable[[sg.variance.Episode], Any], keep: bool = True
+        work: Callable[[sg.theory.Episode], Any], keep: bool = True
     ) -> Callable[[sg.Params, sg.Chunk], Any]:
-        return over_streams(lambda p, c: work(sg.variance.collect(model, p, c, block=block, keep=keep)))
+        return over_streams(lambda p, c: work(sg.theory.collect(model, p, c, block=block, keep=keep)))
 
-    def joint(ep: sg.variance.Episode) -> Any:
+    def joint(ep: sg.theory.Episode) -> Any:
         """α for Q_0 = I, B for that α, its Q_0, and the total variance with both: three sweeps."""
-        alpha = sg.variance.optimal_alpha(sg.variance.c_matrix(ep)).alpha
-        q0 = sg.variance.optimal_q0(sg.variance.b_matrix(ep, alpha))
-        return alpha, q0, sg.variance.total_variance(ep, alpha, q0)
+        alpha = sg.theory.optimal_alpha(sg.theory.c_matrix(ep)).alpha
+        q0 = sg.theory.optimal_q0(sg.theory.b_matrix(ep, alpha))
+        return alpha, q0, sg.theory.total_variance(ep, alpha, q0)
 
     blockwise = {
-        "blockwise c_matrix": from_episode(sg.variance.c_matrix, keep=False),
-        "blockwise b_matrix": from_episode(sg.variance.b_matrix, keep=False),
-        "blockwise total_variance": from_episode(sg.variance.total_variance, keep=False),
+        "blockwise c_matrix": from_episode(sg.theory.c_matrix, keep=False),
+        "blockwise b_matrix": from_episode(sg.theory.b_matrix, keep=False),
+        "blockwise total_variance": from_episode(sg.theory.total_variance, keep=False),
         "blockwise C, alpha, B, Q_0, total": from_episode(joint, keep=False),
     }
     if length > 100:
         return {"bptt": exact, **blockwise}
 
-    def everything(ep: sg.variance.Episode) -> Any:
-        alpha = sg.variance.optimal_alpha(sg.variance.c_matrix(ep)).alpha
-        b = sg.variance.b_matrix(ep, alpha)
-        q0 = sg.variance.optimal_q0(b)
+    def everything(ep: sg.theory.Episode) -> Any:
+        alpha = sg.theory.optimal_alpha(sg.theory.c_matrix(ep)).alpha
+        b = sg.theory.b_matrix(ep, alpha)
+        q0 = sg.theory.optimal_q0(b)
         return (
-            sg.variance.total_variance(ep, alpha, q0),
-            sg.variance.predicted_gain(b),
-            sg.variance.greedy_alpha(ep, q0).alpha,
-            sg.variance.total_variance(ep, alpha, groups=ep.size),
+            sg.theory.total_variance(ep, alpha, q0),
+            sg.theory.predicted_gain(b),
+            sg.theory.greedy_alpha(ep, q0).alpha,
+            sg.theory.total_variance(ep, alpha, groups=ep.size),
         )
 
     return {
         "bptt": exact,
         "collect": from_episode(lambda ep: (ep.b, ep.gradient)),
-        "c_matrix": from_episode(sg.variance.c_matrix),
-        "c_matrix, optimal_alpha": from_episode(lambda ep: sg.variance.optimal_alpha(sg.variance.c_matrix(ep))),
-        "b_matrix": from_episode(sg.variance.b_matrix),
-        "b_matrix, optimal_q0": from_episode(lambda ep: sg.variance.optimal_q0(sg.variance.b_matrix(ep))),
-        "total_variance": from_episode(sg.variance.total_variance),
-        "greedy": from_episode(lambda ep: sg.variance.greedy_alpha(ep).alpha),
+        "c_matrix": from_episode(sg.theory.c_matrix),
+        "c_matrix, optimal_alpha": from_episode(lambda ep: sg.theory.optimal_alpha(sg.theory.c_matrix(ep))),
+        "b_matrix": from_episode(sg.theory.b_matrix),
+        "b_matrix, optimal_q0": from_episode(lambda ep: sg.theory.optimal_q0(sg.theory.b_matrix(ep))),
+        "total_variance": from_episode(sg.theory.total_variance),
+        "greedy": from_episode(lambda ep: sg.theory.greedy_alpha(ep).alpha),
         "everything": from_episode(everything),
-        "optimise, 3 rounds": from_episode(lambda ep: sg.variance.optimise(ep, rounds=3)),
+        "optimise, 3 rounds": from_episode(lambda ep: sg.theory.optimise(ep, rounds=3)),
         **blockwise,
     }
 
@@ -157,27 +157,27 @@ def costs(options: argparse.Namespace, model: sg.Model, params: sg.Params, chunk
 def alphas(model: sg.Model, params: sg.Params, chunk: sg.Chunk, samples: int) -> list[dict[str, Any]]:
     """V(Q) and the measured total variance of one episode for α by GIR, Appendix D, and exact; Q_0 = I and shaped."""
     chunk = jax.tree.map(lambda leaf: leaf[0], chunk)
-    ep = jax.jit(lambda params, chunk: sg.variance.collect(model, params, chunk))(params, chunk)
+    ep = jax.jit(lambda params, chunk: sg.theory.collect(model, params, chunk))(params, chunk)
     norm = sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(ep.gradient.cell))
-    shaped = sg.variance.optimise(ep).q0
+    shaped = sg.theory.optimise(ep).q0
     rows = []
     for label, q0 in (("identity", None), ("optimised", shaped)):
-        exact = sg.variance.optimal_alpha(sg.variance.c_matrix(ep, q0)).alpha
+        exact = sg.theory.optimal_alpha(sg.theory.c_matrix(ep, q0)).alpha
         by_name = {
             "none": jnp.ones(ep.length),
             "GIR": None,
-            "greedy (App. D)": sg.variance.greedy_alpha(ep, q0).alpha,
+            "greedy (App. D)": sg.theory.greedy_alpha(ep, q0).alpha,
             "exact": exact,
         }
         for name, alpha in by_name.items():
             est = sg.uoro(model, noise="gaussian", rescale="gir" if alpha is None else alpha, q0=q0)
-            got = sg.variance.empirical(est, params, chunk, jax.random.key(0), samples, block=64)
-            theory = None if alpha is None else sg.variance.total_variance(ep, alpha, q0)
+            got = sg.theory.empirical(est, params, chunk, jax.random.key(0), samples, block=64)
+            theory = None if alpha is None else sg.theory.total_variance(ep, alpha, q0)
             rows.append(
                 {
                     "Q_0": label,
                     "alpha": name,
-                    "V/|g|^2": "" if alpha is None else f"{float(sg.variance.v(ep, alpha, q0)) / norm:.1f}",
+                    "V/|g|^2": "" if alpha is None else f"{float(sg.theory.v(ep, alpha, q0)) / norm:.1f}",
                     "total/|g|^2": "" if theory is None else f"{float(theory) / norm:.1f}",
                     "measured/|g|^2": f"{float(got.total_variance) / norm:.1f}",
                     "standard error": f"{float(got.total_variance_error) / norm:.1f}",

@@ -21,7 +21,7 @@ AGENTS, LENGTH, DISCOUNT, DECAY = 16, 10, 0.95, 0.9
 
 
 def loss(head, output, action):
-    """The gradient of it, times the TD error, is the actor's and the critic's: one trace serves both."""
+    """The gradient of it, times the TD error, is the actor's and the critic's: one eligibility serves both."""
     return -jax.nn.log_softmax(head[:2] @ output)[action] - 0.5 * head[2] @ output
 
 
@@ -33,28 +33,28 @@ opt = optax.adam(3e-3, eps=1e-3)  # with a small eps Adam takes large steps even
 
 def step(carry, now):
     """See, learn from the step before, act."""
-    params, state, opt_state, trace, goal, reward, past_value = carry
+    params, state, opt_state, eligibility, goal, reward, past_value = carry
     place, (sign_key, act_key, noise) = now[0] % (LENGTH + 1), jax.random.split(now[1], 3)
     start, junction = place == 0, place == LENGTH
     sign = jax.random.randint(sign_key, (AGENTS,), 0, 2)
     goal = jnp.where(start, sign, goal)
     seen = jnp.stack([2.0 * sign - 1, jnp.full(AGENTS, 1.0 * start), jnp.full(AGENTS, 1.0 * junction)], axis=1)
-    output, state = est.advance(params, state, seen[:, None], noise, reset=jnp.full((AGENTS, 1), start))
+    output, state, trace = est.advance(params, state, seen[:, None], noise, reset=jnp.full((AGENTS, 1), start))
     read = output[:, 0] @ params.head.T  # [agents, 3]: the actor's logits of left and right, the critic's value
     action, value = jax.random.categorical(act_key, read[:, :2]), read[:, 2]
 
-    # Only now it is known how good the last step was. The trace says what led to it, and to the steps before.
+    # Only now it is known how good the last step was. The eligibility says what led to it, and to the steps before.
     td_error = reward + jnp.where(start, 0, DISCOUNT * value) - past_value
-    grads = jax.tree.map(lambda e: jnp.tensordot(td_error, e, axes=1) / AGENTS, trace)
+    grads = jax.tree.map(lambda e: jnp.tensordot(td_error, e, axes=1) / AGENTS, eligibility)
     updates, opt_state = opt.update(grads, opt_state)
     # What led to this action, by all that was seen; credit takes the parameters of advance.
     dl_dhead, dl_doutput = jax.vmap(jax.grad(loss, (0, 1)), (None, 0, 0))(params.head, output[:, 0], action)
-    dl_dcell = est.credit(params, state, dl_doutput[:, None], per_stream=True)
+    dl_dcell = est.credit(params, trace, dl_doutput[:, None], per_stream=True)
     decay = jnp.where(start, 0, DISCOUNT * DECAY)
-    trace = jax.tree.map(lambda e, g: decay * e + g, trace, sg.Params(dl_dcell, dl_dhead))
+    eligibility = jax.tree.map(lambda e, g: decay * e + g, eligibility, sg.Params(dl_dcell, dl_dhead))
     reward = jnp.where(junction, jnp.where(action == goal, 1.0, -1.0), 0)
-    params, state = optax.apply_updates(params, updates), state._replace(trace=None)  # a carry keeps its structure
-    return (params, state, opt_state, trace, goal, reward, value), action == goal
+    params = optax.apply_updates(params, updates)
+    return (params, state, opt_state, eligibility, goal, reward, value), action == goal
 
 
 def main(arguments=None):
@@ -65,8 +65,8 @@ def main(arguments=None):
     if options.steps < 33:
         parser.error("--steps must be at least 33: a way in each of three parts.")
     params = model.init(jax.random.key(0))
-    trace = jax.tree.map(lambda leaf: jnp.zeros((AGENTS, *leaf.shape)), params)
-    carry = params, est.init(params), opt.init(params), trace, jnp.zeros(AGENTS, int), *jnp.zeros((2, AGENTS))
+    eligibility = jax.tree.map(lambda leaf: jnp.zeros((AGENTS, *leaf.shape)), params)
+    carry = params, est.init(params), opt.init(params), eligibility, jnp.zeros(AGENTS, int), *jnp.zeros((2, AGENTS))
     many_steps = jax.jit(lambda carry, now: jax.lax.scan(step, carry, now))
     keys = jax.random.split(jax.random.key(1), options.steps)
     for numbers in jnp.array_split(jnp.arange(options.steps), 3):

@@ -57,7 +57,7 @@ def main(arguments=None):
         params, state, opt_state = carry
         seen = codes[:, (number * CHUNK + jnp.arange(CHUNK + 1)) % codes.shape[1]]  # after the end, the beginning
         chunk = sg.Chunk(inputs=one_hot(seen[:, :-1]), targets=seen[:, 1:])
-        grads, state, info = est.update(params, state, chunk, None)  # rtrl is exact: it needs no key
+        grads, state, info = est.update(params, state, chunk)  # rtrl is exact: it needs no key
         updates, opt_state = opt.update(grads, opt_state)
         return (optax.apply_updates(params, updates), state, opt_state), info.loss.mean()
 

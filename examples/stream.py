@@ -1,7 +1,7 @@
 """A stream in `jax.lax.scan`, with optax, and checkpoints by orbax: killed and started again, it goes on.
 
 A GRU recalls the bit of ten steps ago and learns after every four, so that the credit must reach beyond the chunk.
-It takes 28 seconds of CPU time. Truncated BPTT by the same chunks, `sg.bptt` for `sg.rtrl`, ends at 0.660.
+It takes 28 seconds of CPU time. With `sg.bptt` for `sg.rtrl`, by the same chunks, it ends at 0.660.
 
     $ python examples/stream.py --folder runs/stream
     update 1000: loss 0.524, chance 0.693

@@ -48,7 +48,7 @@ def learn(carry, key):
     params, state, opt_state, recent = carry
     bits = jax.random.bernoulli(key, 0.5, (STREAMS, CHUNK, 1)).astype(float)
     recent = jnp.concatenate([recent, bits], axis=1)
-    grads, state, info = est.update(params, state, sg.Chunk(inputs=bits, targets=recent[:, :CHUNK]), None)
+    grads, state, info = est.update(params, state, sg.Chunk(inputs=bits, targets=recent[:, :CHUNK]))
     updates, opt_state = opt.update(grads, opt_state)
     return (optax.apply_updates(params, updates), state, opt_state, recent[:, CHUNK:]), info.loss.mean()
 
