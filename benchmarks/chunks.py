@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from streamgrad_lab.tables import write_rows
-from streamgrad_lab.timing import prepare, take_turns
 
 import streamgrad as sg
 from benchmarks.problems import LEAST_SECONDS, make_problem
 from streamgrad.engine import unroll
+from streamgrad_lab.tables import write_rows
+from streamgrad_lab.timing import prepare, take_turns
 
 STEPS_PER_TURN = unroll.ON_GPU
 

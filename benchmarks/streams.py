@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
 from streamgrad_lab.experiments import streams
 from streamgrad_lab.experiments.streams.lanes import DIGITS
 from streamgrad_lab.manifest import FILE, new_manifest, now, save_manifest

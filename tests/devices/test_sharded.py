@@ -13,12 +13,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from streamgrad_lab.tasks import find_task
-from streamgrad_lab.training.loop import begin, training_step
-from streamgrad_lab.training.processes import shardings_of
 
 import streamgrad as sg
 from streamgrad.estimators import REGISTRY
+from streamgrad_lab.tasks import find_task
+from streamgrad_lab.training.loop import begin, training_step
+from streamgrad_lab.training.processes import shardings_of
 from tests.devices.cases import NAMES, STREAMS, chunk_of, difference, make, model_of, params_of, train
 from tests.tools import ROOT
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from streamgrad_lab.cli.main import main
 from streamgrad_lab.training import read_metrics
 from streamgrad_lab.training.checkpoint import steps
-
 from tests.flags import FLAGS
 from tests.tools import ROOT
 

@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
-from streamgrad_lab.experiments import find_experiment
-from streamgrad_lab.tasks.base import Task
-from streamgrad_lab.training import loop
 
 import streamgrad as sg
 from streamgrad.noise import find_noise
+from streamgrad_lab.experiments import find_experiment
+from streamgrad_lab.tasks.base import Task
+from streamgrad_lab.training import loop
 from tests.reference import estimators as oracle
 from tests.tools import (
     cut_size,

@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+
 from streamgrad_lab.experiments import (
     ablation,
     carried_report,
@@ -18,7 +19,6 @@ from streamgrad_lab.experiments.records import read_settings
 from streamgrad_lab.experiments.streams.lanes import read_cases
 from streamgrad_lab.manifest import load_manifest, plain
 from streamgrad_lab.tables import read_rows
-
 from tests.tools import ROOT
 
 RESULTS = ROOT / "experiments" / "results" / "paper"

@@ -10,8 +10,8 @@ import textwrap
 import time
 
 import pytest
-from streamgrad_lab.training.checkpoint import steps
 
+from streamgrad_lab.training.checkpoint import steps
 from tests.tools import ROOT
 
 START = """

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+
 from streamgrad_lab import locks
 from streamgrad_lab.cli.main import main
 from streamgrad_lab.experiments import MODULES
 from streamgrad_lab.locks import LOCK, Busy, locked, locked_file, locked_folder
-
 from tests.tools import ROOT, one_sentence
 
 # The module alone, without the package, which imports jax: a process takes a twentieth of a second.

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import streamgrad as sg
+from streamgrad.estimators import REGISTRY
 from streamgrad_lab.experiments import find_experiment, streams
 from streamgrad_lab.experiments.reproduce import reproduce
 from streamgrad_lab.experiments.streams import agent, copying, recall, series, text
@@ -24,9 +27,6 @@ from streamgrad_lab.experiments.streams.lanes import (
 )
 from streamgrad_lab.experiments.streams.methods import METHODS, for_streams, make_estimator
 from streamgrad_lab.tasks import find_task
-
-import streamgrad as sg
-from streamgrad.estimators import REGISTRY
 from tests.tools import one_sentence
 
 NAMES = list(streams.PARTS)
