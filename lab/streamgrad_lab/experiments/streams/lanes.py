@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from streamgrad import GradientEstimator, Model
 from streamgrad._typing import Array, PyTree
-from streamgrad.base import GradientEstimator, Model
 from streamgrad_lab.experiments.evidence import Estimate, mean_of
 from streamgrad_lab.experiments.records import show_interval
 from streamgrad_lab.progress import COMPILING, Show

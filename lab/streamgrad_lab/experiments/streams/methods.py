@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from streamgrad.base import GradientEstimator, Model
-from streamgrad.engine.streams import batched
+from streamgrad import GradientEstimator, Model, batched
 from streamgrad.estimators import find_estimator
 from streamgrad_lab.experiments.plots import COLOURS
 

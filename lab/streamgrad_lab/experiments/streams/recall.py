@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad import cells, heads
+from streamgrad import Chunk, Model, cells, heads
 from streamgrad._typing import Array, Bool, Int, PyTree
-from streamgrad.base import Chunk, Model
 from streamgrad_lab.experiments import plots
 from streamgrad_lab.experiments.base import Claim, Section, Table
 from streamgrad_lab.experiments.evidence import judge, mean_of

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad import cells, heads
+from streamgrad import Chunk, Model, cells, heads
 from streamgrad._typing import Array, Int, PyTree
-from streamgrad.base import Chunk, Model
 from streamgrad_lab.experiments import plots
 from streamgrad_lab.experiments.base import Claim, Section, Table
 from streamgrad_lab.experiments.evidence import judge, mean_of, show_ratio

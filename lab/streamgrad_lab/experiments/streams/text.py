@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from streamgrad import cells
-from streamgrad.base import Model
+from streamgrad import Model, cells
 from streamgrad_lab.experiments import plots
 from streamgrad_lab.experiments.base import Claim, Section, Table
 from streamgrad_lab.experiments.evidence import judge
