@@ -15,7 +15,6 @@ import pytest
 from tests.tools import ROOT
 
 LIBRARY, LABORATORY = "streamgrad", "streamgrad_lab"
-FOLDERS = {LIBRARY: ROOT, LABORATORY: ROOT / "lab"}  # which hold them
 # A file may import its own room and those before it. The name of a package is its public page, its __init__.py.
 ORDERS = {
     LIBRARY: (
@@ -41,7 +40,10 @@ ORDERS = {
         (LABORATORY,),
     ),
 }
-HERE = [package for package, folder in FOLDERS.items() if (folder / package).is_dir()]  # a sdist has one of them
+# The folders that hold the packages; the laboratory may not be installed.
+SPECS = {package: find_spec(package) for package in ORDERS}
+FOLDERS = {package: Path(str(spec.origin)).parent.parent for package, spec in SPECS.items() if spec is not None}
+needs_lab = pytest.mark.skipif(LABORATORY not in FOLDERS, reason="streamgrad_lab is not installed")
 # The laboratory comes after the whole library.
 RANK = {
     (package, room): (place, rank)
@@ -69,7 +71,8 @@ PRIVATE = {
 
 
 def is_module(name: str) -> bool:
-    path = FOLDERS[name.split(".")[0]].joinpath(*name.split("."))
+    package = name.split(".")[0]
+    path = FOLDERS.get(package, ROOT).joinpath(*name.split("."))
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
@@ -117,12 +120,12 @@ def arrows_back(modules: dict[str, set[str]]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("package", HERE)
+@pytest.mark.parametrize("package", FOLDERS)
 def test_every_room_has_its_place(package):
     assert {room(name) for name in graph(package)} == {room for room in RANK if room[0] == package}
 
 
-@pytest.mark.parametrize("package", HERE)
+@pytest.mark.parametrize("package", FOLDERS)
 def test_no_arrow_points_back(package):
     """Neither inside a package nor from the library to the laboratory."""
     assert not (found := arrows_back(graph(package))), "\n".join(found)
@@ -130,12 +133,12 @@ def test_no_arrow_points_back(package):
 
 def test_no_file_imports_itself_through_others():
     try:
-        TopologicalSorter(graph(LIBRARY) | graph(LABORATORY)).prepare()
+        TopologicalSorter({name: others for package in FOLDERS for name, others in graph(package).items()}).prepare()
     except CycleError as error:
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
 
-@pytest.mark.skipif(LABORATORY not in HERE, reason="lab/ is not in this folder")
+@needs_lab
 def test_the_laboratory_uses_public_pages():
     """And of the private modules those listed, no other."""
     files = (FOLDERS[LABORATORY] / LABORATORY).rglob("*.py")
@@ -167,6 +170,7 @@ def test_an_arrow_back_is_seen(source):
     assert arrows_back({name: set(imported(source, name, package=False))})
 
 
+@needs_lab
 def test_an_arrow_back_inside_the_laboratory_is_seen():
     name = "streamgrad_lab.tasks.new"
     assert arrows_back({name: set(imported("from ..training import loop", name, package=False))})
@@ -205,6 +209,6 @@ streamgrad_lab.find_task("queue")
 
 def test_the_library_needs_jax_numpy_and_optax_alone():
     """In a fresh interpreter that finds no other package; and nothing of the laboratory is loaded with it."""
-    code = ALONE + (WITH_LAB if find_spec(LABORATORY) else "")
+    code = ALONE + (WITH_LAB if LABORATORY in FOLDERS else "")
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
