@@ -114,7 +114,7 @@ library: .venv-library/.installed
 	$(call install,.venv-library,$(PYTHON),".[test]")
 
 wheels: .venv-wheels/.installed
-	$(call on_wheels,.venv-wheels,streamgrad streamgrad_lab,tests/base $(SHORT_LAB) tests/lab/test_public_names.py)
+	$(call on_wheels,.venv-wheels,streamgrad streamgrad_lab,tests/base/test_imports.py $(SHORT_LAB) tests/lab/test_public_names.py)
 	.venv-wheels/bin/streamgrad --version
 
 .venv-wheels/.installed: pyproject.toml lab/pyproject.toml Makefile

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--lengths", type=int, nargs="+", default=[10, 30])
     add("--methods", nargs="+", choices=tuple(METHODS), metavar="NAME",
-        default=["rtrl", "ok(8)", "uoro", "snap(1)", "tbptt(5)", "immediate"])  # fmt: skip
+        default=["rtrl", "ok(8)", "uoro", "snap(1)", "windowed_bptt(5)", "immediate"])  # fmt: skip
     add("--cell", default="gru")
     add("--hidden", type=int, default=16)
     add("--streams", type=int, default=8)

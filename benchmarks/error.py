@@ -46,7 +46,7 @@ def methods() -> Iterator[Method]:
     yield Method("uoro, 8 groups", LENGTH, lambda model: sg.uoro(model, groups=8))
     yield Method("preuoro", LENGTH, sg.preuoro)
     for chunk in (4, 8, 16):
-        yield Method("tbptt by chunks", chunk, sg.bptt, noisy=False)
+        yield Method("bptt by chunks", chunk, sg.bptt, noisy=False)
         yield Method("uoro across", chunk, inside())
         yield Method("uoro across, 8 blocks", chunk, inside(blocks=8))
         for rank in (1, 4, 8):

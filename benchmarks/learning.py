@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning recall                    # the bit of 12 steps ago by chunks of 4; hours on a CPU
     python -m benchmarks.learning text --text FILE          # the next character, by chunks of 4 and of 16
-    python -m benchmarks.learning recall --only rtrl tbptt --rates 4e-3 --seeds 2
+    python -m benchmarks.learning recall --only rtrl bptt --rates 4e-3 --seeds 2
 
 LSTM or another `--cell`, 16 streams, Adam after clipping at norm 1, an update per chunk, streams that are never reset.
 The loss is the mean over the last tenth of the updates, in nats. Prints a row for each method and rate, and writes
@@ -41,7 +41,7 @@ def inside(**options: Any) -> Make:
 
 
 METHODS: dict[str, Make] = {
-    "tbptt": across()(sg.bptt),
+    "bptt": across()(sg.bptt),
     "uoro": across()(sg.uoro),
     "uoro across": across()(inside()),
     "uoro across, 8 blocks": across()(inside(blocks=8)),

@@ -144,7 +144,7 @@ def test_claims_of_recall(tmp_path):
     for method, values in {
         "rtrl": (0.01, 0.011),
         "ok(8)": (0.2, 0.21),
-        "tbptt": (0.68, 0.69),
+        "bptt": (0.68, 0.69),
         "immediate": (0.3, 0.9),
     }.items():
         write(tmp_path, method, values, chunk=4, delay=12)
@@ -173,19 +173,19 @@ def test_claims_of_series(tmp_path, monkeypatch):
 
 
 def test_claims_of_text_and_copy(tmp_path):
-    for method, values in {"rtrl": (1.70, 1.71), "ok(8)": (1.8, 1.81), "tbptt": (1.69, 1.705)}.items():
+    for method, values in {"rtrl": (1.70, 1.71), "ok(8)": (1.8, 1.81), "bptt": (1.69, 1.705)}.items():
         write(tmp_path / "text", method, values, chunk=4)
     assert [claim.holds for claim in text.claims(tmp_path / "text")] == [None, False]
-    for method, values in {"rtrl": (9, 9, 10), "tbptt": (3, 3, 4), "immediate": (9, 10, 9)}.items():
+    for method, values in {"rtrl": (9, 9, 10), "bptt": (3, 3, 4), "immediate": (9, 10, 9)}.items():
         write(tmp_path / "copy", method, values, "copy_length", chunk=1)
     assert [claim.holds for claim in copying.claims(tmp_path / "copy")] == [True, None]
 
 
 def test_pairs_are_of_the_same_seed(tmp_path):
     write(tmp_path, "rtrl", (1.0, 2.0, 3.0), chunk=4)
-    write(tmp_path, "tbptt", (2.5, 3.5), first=1, chunk=4)
+    write(tmp_path, "bptt", (2.5, 3.5), first=1, chunk=4)
     found = text.results(tmp_path)
-    assert paired(found["rtrl", 4], found["tbptt", 4]) == (-0.5, 0.0)
+    assert paired(found["rtrl", 4], found["bptt", 4]) == (-0.5, 0.0)
     write(tmp_path, "snap(1)", (1.0,), first=7, chunk=4)
     assert paired(found["rtrl", 4], text.results(tmp_path)["snap(1)", 4]) is None
 

@@ -178,8 +178,9 @@ def section(folder: Path) -> Section | None:
     text = (
         "An agent sees a cue, walks down a corridor and turns; only the cue says which way. Online actor-critic with "
         f"eligibility traces, an update at every step of all environments by Adam. {about_sizes(rows)} Success over "
-        f"the last fifth, mean over seeds and 95% interval; turning at random gives 0.5. {about_rates(rows)} tbptt(5) "
-        "reaches back 5 steps, which is less than a corridor, tbptt(25) further than the shorter ones. "
+        f"the last fifth, mean over seeds and 95% interval; turning at random gives 0.5. {about_rates(rows)} "
+        "windowed_bptt(5) reaches back 5 steps, which is less than a corridor, windowed_bptt(25) further than the "
+        "shorter ones. "
         f"{about_times(rows)}"
     )
     files = [f"agent/{path.name}" for path in sorted(folder.glob("*.csv"))]

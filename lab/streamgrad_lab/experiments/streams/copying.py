@@ -122,7 +122,7 @@ def results(folder: Path) -> dict[str, Best]:
 def claims(folder: Path) -> list[Claim]:
     """The exact gradient reaches further than truncated BPTT and than the current step alone."""
     found, made = results(folder), []
-    for method in ("tbptt", "immediate", "snap(1)"):
+    for method in ("bptt", "immediate", "snap(1)"):
         if "rtrl" in found and method in found:
             text = f"rtrl copies longer strings than {method} after as many characters."
             more = paired(found["rtrl"], found[method])

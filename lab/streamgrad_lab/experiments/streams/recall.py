@@ -174,7 +174,7 @@ def claims(folder: Path) -> list[Claim]:
     where = f"recall over {delay} steps by chunks of {length}"
     return [
         *(claim(f"{m} solves {where}: loss below {SOLVED}.", m, True) for m in ("rtrl", "ok(8)")),
-        *(claim(f"{m} does not learn {where}: loss above {FAILED}.", m, False) for m in ("tbptt", "immediate")),
+        *(claim(f"{m} does not learn {where}: loss above {FAILED}.", m, False) for m in ("bptt", "immediate")),
     ]
 
 

@@ -51,14 +51,14 @@ THEIRS = {
     "preuoro": "KF-RTRL",
     "rflo": "RFLO",
     "uoro": "UORO",
-    "tbptt(25)": "TBPTT, window 25",
+    "windowed_bptt(25)": "TBPTT, window 25",
 }
 # Rows of the registry that are another one here: with chunks of one step, and in a single layer.
 SAME = {"bptt": "immediate", "local_rtrl": "rtrl"}
 PROTOCOL_RATE = 1e-3
 PROTOCOL_SIZE = (64, 8, 200, 15_000)  # units, streams, steps of an episode, and in all
 TITLES = {"henon": "Henon", "mackey_glass": "Mackey-Glass", "lorenz": "Lorenz"}
-DRAWN = ("rtrl", "ok(8)", "preuoro", "uoro", "snap(1)", "tbptt(25)", "immediate")
+DRAWN = ("rtrl", "ok(8)", "preuoro", "uoro", "snap(1)", "windowed_bptt(25)", "immediate")
 THINNED = 4  # of the earlier records every fourth is kept
 WINDOW, APART, RECORDS = 200, 250, 5  # the final NMSE: so many records, so far apart, each over so many steps
 

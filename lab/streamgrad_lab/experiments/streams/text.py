@@ -100,7 +100,7 @@ def train(part: Text, folder: Path, progress: Progress, resume: bool, seed: int,
     """Train every method at every K, all rates and seeds at once, and write a file for each."""
     cases = [(length, method, folder / file_of(method, length)) for length in part.chunks for method in part.methods]
     # By chunks of one step truncated BPTT is the current step alone.
-    cases = [case for case in cases if case[:2] != (1, "tbptt") and not (resume and case[2].exists())]
+    cases = [case for case in cases if case[:2] != (1, "bptt") and not (resume and case[2].exists())]
     if not cases:
         return
     vocabulary, codes = load(part.source, data)
@@ -171,7 +171,7 @@ def claims(folder: Path) -> list[Claim]:
     """Exact methods are level with TBPTT at equal steps; what is given away by others is in the table."""
     found, made = results(folder), []
     for length in sorted({length for _, length in found}):
-        name = "tbptt" if length > 1 else "tbptt(16)"
+        name = "bptt" if length > 1 else "windowed_bptt(16)"
         for method in ("rtrl", "ok(8)"):
             best, base = found.get((method, length)), found.get((name, length))
             if best is None or base is None:
