@@ -16,7 +16,7 @@ from streamgrad_lab.experiments import (
     variance_report,
 )
 from streamgrad_lab.experiments.records import read_settings
-from streamgrad_lab.experiments.streams.lanes import read_cases
+from streamgrad_lab.experiments.streams.cases import read_cases
 from streamgrad_lab.manifest import load_manifest, plain
 from streamgrad_lab.tables import read_rows
 from tests.tools import ROOT

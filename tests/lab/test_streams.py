@@ -16,15 +16,8 @@ from streamgrad.estimators import REGISTRY
 from streamgrad_lab.experiments import find_experiment, streams
 from streamgrad_lab.experiments.reproduce import reproduce
 from streamgrad_lab.experiments.streams import agent, copying, recall, series, text
-from streamgrad_lab.experiments.streams.lanes import (
-    Lane,
-    all_lanes,
-    best_of,
-    make_optimizer,
-    paired,
-    train_lanes,
-    write_case,
-)
+from streamgrad_lab.experiments.streams.cases import best_of, paired, read_cases, write_case
+from streamgrad_lab.experiments.streams.lanes import Lane, all_lanes, make_optimizer, train_lanes
 from streamgrad_lab.experiments.streams.methods import METHODS, for_streams, make_estimator
 from streamgrad_lab.tasks import find_task
 from tests.tools import one_sentence
@@ -158,7 +151,7 @@ def test_claims_of_series(tmp_path, monkeypatch):
         write(tmp_path, "rtrl", (low, low * 2, low * 0.5), "nmse", series=kind)
         write(tmp_path, "preuoro", (low * 1.5, low * 3.02, low * 0.74), "nmse", series=kind)
         write(tmp_path, "immediate", (low * 1.5, low * 1.5, low * 0.6), "nmse", series=kind)
-    rows = series.read_cases(tmp_path)
+    rows = read_cases(tmp_path)
     best = series.claims(rows)
     assert [claim.text for claim in best][:1] == ["Henon: rtrl is the best of 3 methods."] and len(best) == 3
     assert best[0].holds is None and "Not told apart from it: immediate." in best[0].detail
