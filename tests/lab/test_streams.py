@@ -224,7 +224,7 @@ def test_a_small_run_and_what_a_broken_one_leaves(tmp_path):
     assert not any("recall" in part for part in told) and any("text" in part for part in told)
     for path in (tmp_path / "a").glob("streams/*/*.csv"):
         again = tmp_path / "b" / path.relative_to(tmp_path / "a")
-        for a, b in zip(series.read_cases(path.parent), series.read_cases(again.parent), strict=True):
+        for a, b in zip(read_cases(path.parent), read_cases(again.parent), strict=True):
             assert a | {"seconds": 0} == b | {"seconds": 0}
 
 

@@ -193,8 +193,8 @@ def section(folder: Path) -> Section | None:
         f"{cases.about_sizes(rows)} NMSE: mean of the last five records, 250 steps apart, each over 200 steps; mean "
         "over seeds and 95% interval, with the protocol's learning rate and with the best. "
         f"{cases.about_rates(rows)} Published: Yi and Wang 2026, Table 6, Henon / Mackey-Glass / Lorenz, at "
-        "1e-3, with 64 units, 8 streams and 15,000 steps; their TBPTT makes one update for every window, and their RFLO "
-        f"has no random weights. {cases.about_times(rows)} The methods are in the order of their geometric mean."
+        "1e-3, with 64 units, 8 streams and 15,000 steps; their TBPTT makes one update for every window, and their "
+        f"RFLO has no random weights. {cases.about_times(rows)} The methods are in the order of their geometric mean."
     )
     files = cases.files_of(folder, "series")
     return Section("Chaotic series, an update at every step", fig, text, claims(rows), table, files)
