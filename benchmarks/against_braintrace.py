@@ -34,11 +34,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from streamgrad_lab.tables import write_rows
-from streamgrad_lab.timing import prepare, take_turns
 
 import streamgrad as sg
 from benchmarks.problems import LEAST_SECONDS, make_problem
+from streamgrad_lab.tables import write_rows
+from streamgrad_lab.timing import prepare, take_turns
 
 LENGTH, EPISODE = 64, 16
 OURS: dict[str, dict[str, Any]] = {

@@ -31,14 +31,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from streamgrad_lab.programs import walk
-from streamgrad_lab.tables import write_rows
-from streamgrad_lab.timing import take_turns
 
 import streamgrad as sg
 from benchmarks.against_braintrace import LENGTH, Drive, as_call, load_peer, make_peer, theirs_as_ours
 from benchmarks.problems import LEAST_SECONDS, make_problem
 from streamgrad.estimators.registry import REGISTRY
+from streamgrad_lab.programs import walk
+from streamgrad_lab.tables import write_rows
+from streamgrad_lab.timing import take_turns
 
 OURS = ("bptt", "rtrl", "ok", "snap", "eprop", "rflo", "immediate")
 TEXTBOOK = {"rtrl": "rtrl", "immediate": "immediate"}  # by name of an estimator, in chunks of one step

@@ -24,11 +24,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from streamgrad_lab.programs import walk
-from streamgrad_lab.tables import write_rows
 
 import streamgrad as sg
 from benchmarks.against_braintrace import load_peer
+from streamgrad_lab.programs import walk
+from streamgrad_lab.tables import write_rows
 
 HIDDEN, INPUTS, OUTPUTS, LENGTH = 8, 3, 2, 16
 NETWORKS = ("vanilla", "vanilla, two layers", "gru", "lstm")

@@ -18,11 +18,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import jax.numpy as jnp
-from streamgrad_lab.tables import write_rows
-from streamgrad_lab.timing import prepare, take_turns
 
 import streamgrad as sg
 from benchmarks.problems import LEAST_SECONDS, make_problem
+from streamgrad_lab.tables import write_rows
+from streamgrad_lab.timing import prepare, take_turns
 
 UPDATES = 10
 

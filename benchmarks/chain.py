@@ -17,12 +17,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+
+from streamgrad import cells
 from streamgrad_lab.agent import AgentConfig, final_success, train_agent
 from streamgrad_lab.environments import from_gymnax
 from streamgrad_lab.experiments.streams.methods import METHODS, make_estimator
 from streamgrad_lab.tables import write_rows
-
-from streamgrad import cells
 
 POINTS = 10  # windows of a run
 

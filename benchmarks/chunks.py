@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from streamgrad_lab.tables import write_rows
-from streamgrad_lab.timing import prepare, take_turns
 
 import streamgrad as sg
 from benchmarks.problems import LEAST_SECONDS, make_problem
 from streamgrad.estimators.rtrl import rtrl_by_steps
 from streamgrad.estimators.snap import snap_by_steps
 from streamgrad.step import platform
+from streamgrad_lab.tables import write_rows
+from streamgrad_lab.timing import prepare, take_turns
 
 STEPS_PER_TURN = platform.STEPS_PER_TURN_ON_GPU
 

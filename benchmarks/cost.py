@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from streamgrad_lab.tables import write_rows
-from streamgrad_lab.timing import Program, prepare, state_bytes, take_turns, temp_bytes
 
 import streamgrad as sg
 from benchmarks.problems import LEAST_SECONDS, handwritten_bptt, make_problem
 from streamgrad.estimators.rtrl import rtrl_by_steps
 from streamgrad.estimators.uoro import uoro_plain
+from streamgrad_lab.tables import write_rows
+from streamgrad_lab.timing import Program, prepare, state_bytes, take_turns, temp_bytes
 
 FIELDS = ["section", "device", "cell", "hidden", "streams", "length", "estimator"]
 FIELDS += ["us_per_step", "times_bptt", "temp_mib", "state_mib", "compile_s"]

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
-from streamgrad_lab.tables import write_rows
-from streamgrad_lab.tasks import find_task
 
 import streamgrad as sg
 from benchmarks.problems import make_cell
+from streamgrad_lab.tables import write_rows
+from streamgrad_lab.tasks import find_task
 
 LENGTH, DELAY = 64, 10
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from streamgrad_lab.tables import write_rows
-from streamgrad_lab.timing import prepare, take_turns
 
 import streamgrad as sg
 from benchmarks.problems import LEAST_SECONDS
+from streamgrad_lab.tables import write_rows
+from streamgrad_lab.timing import prepare, take_turns
 
 N_IN, CLASSES = 32, 10
 NATIVE = "native"

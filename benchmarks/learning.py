@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from streamgrad_lab.tables import write_rows
-from streamgrad_lab.tasks import find_task
-from streamgrad_lab.tasks.base import Task
 
 import streamgrad as sg
 from benchmarks.problems import make_cell
+from streamgrad_lab.tables import write_rows
+from streamgrad_lab.tasks import find_task
+from streamgrad_lab.tasks.base import Task
 
 STREAMS = 16
 Make = Callable[[sg.Model], sg.GradientEstimator]

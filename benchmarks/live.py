@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+import streamgrad as sg
 from streamgrad_lab.tables import write_rows
 from streamgrad_lab.tasks import find_task
 from streamgrad_lab.tasks.base import Task
-
-import streamgrad as sg
 
 CELLS = {"lstm": sg.cells.lstm, "gru": sg.cells.gru, "vanilla": sg.cells.vanilla}
 STREAMS = 16

@@ -27,6 +27,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.flatten_util import ravel_pytree
+
+import streamgrad as sg
+from benchmarks.error import DELAY, LENGTH, trained
+from benchmarks.page_text import FOLDER, REFUSED, Page, write_pages
+from benchmarks.problems import LEAST_SECONDS, make_cell
+from streamgrad.estimators.registry import REGISTRY, Row, find_estimator
 from streamgrad_lab.candidates import Candidate
 from streamgrad_lab.comparison import LIMIT
 from streamgrad_lab.programs import Compiled, compile_all
@@ -34,12 +40,6 @@ from streamgrad_lab.progress import silent
 from streamgrad_lab.tables import read_columns, write_rows
 from streamgrad_lab.tasks import find_task
 from streamgrad_lab.timing import take_turns
-
-import streamgrad as sg
-from benchmarks.error import DELAY, LENGTH, trained
-from benchmarks.page_text import FOLDER, REFUSED, Page, write_pages
-from benchmarks.problems import LEAST_SECONDS, make_cell
-from streamgrad.estimators.registry import REGISTRY, Row, find_estimator
 
 CELLS, HIDDEN, UPDATES, STREAMS, CHUNK = ("vanilla", "lstm"), 16, 300, 8, 4
 MOST, LEAST, SECONDS = 256, 16, 1.0  # draws of the noise; the seconds that more than the least of them may take

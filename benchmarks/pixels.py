@@ -38,13 +38,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from streamgrad_lab.files import replace_bytes
-from streamgrad_lab.tables import read_columns, write_rows
-from streamgrad_lab.tasks.mnist import FILES, data_folder, find_file, read_idx
 
 import streamgrad as sg
 from benchmarks.pixels_model import RECURRENT, make_model
 from streamgrad.estimators.registry import REGISTRY, find_estimator
+from streamgrad_lab.files import replace_bytes
+from streamgrad_lab.tables import read_columns, write_rows
+from streamgrad_lab.tasks.mnist import FILES, data_folder, find_file, read_idx
 
 SAID = ("preset", "estimator", "options", "chunk", "update", "loss", "block", "layers", "width", "r_min", "batch")
 SAID += ("epochs", "recurrent_rate", "decay", "watched", "freeze")  # options that are written down

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.flatten_util import ravel_pytree
-from streamgrad_lab.tables import write_rows
 
 import streamgrad as sg
 from benchmarks.pixels import whole_gradient
 from benchmarks.pixels_model import CLASSES, make_model
+from streamgrad_lab.tables import write_rows
 
 STEPS, LAYERS, WIDTH = 98, 4, 32
 

@@ -26,9 +26,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from streamgrad_lab.tables import read_rows, write_rows
 
 import streamgrad as sg
+from streamgrad_lab.tables import read_rows, write_rows
 
 RESULTS = Path(__file__).parent / "results"
 ESTIMATORS = ("bptt", "rtrl", "uoro")

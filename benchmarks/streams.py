@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
 from streamgrad_lab.experiments import streams
-from streamgrad_lab.experiments.streams.lanes import DIGITS
+from streamgrad_lab.experiments.streams.cases import DIGITS
 from streamgrad_lab.manifest import FILE, new_manifest, now, save_manifest
 from streamgrad_lab.progress import silent
 from streamgrad_lab.tables import read_rows, write_rows

@@ -19,13 +19,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
+
+import streamgrad as sg
+from benchmarks.problems import handwritten_bptt
 from streamgrad_lab.tables import write_rows
 from streamgrad_lab.tasks import Task, find_task
 from streamgrad_lab.timing import take_turns
 from streamgrad_lab.training import Plan, begin, run, train, training_step
-
-import streamgrad as sg
-from benchmarks.problems import handwritten_bptt
 
 SIZES = [(24, 32, 1), (24, 32, 3), (50, 50, 1)]  # units, streams, seeds
 FIELDS = ["device", "hidden", "streams", "seeds", "loop", "updates_per_second", "times_plain"]

@@ -26,10 +26,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from streamgrad_lab.tables import write_rows
-from streamgrad_lab.timing import take_turns
 
 import streamgrad as sg
+from streamgrad_lab.tables import write_rows
+from streamgrad_lab.timing import take_turns
 
 
 def load(data: str | None, length: int, streams: int) -> sg.Chunk:

@@ -22,7 +22,7 @@ import streamgrad as sg
 try:
     import orbax.checkpoint as ocp
 except ImportError:
-    raise SystemExit('this example needs orbax: pip install "streamgrad[cli]"') from None
+    raise SystemExit('this example needs orbax: pip install "streamgrad[lab]"') from None
 
 STREAMS, CHUNK, DELAY = 16, 4, 10
 model = sg.Model(sg.cells.gru(n_in=1, n_hidden=32), sg.heads.bernoulli(1))

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests.flags import FLAGS
@@ -21,8 +22,13 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_num_cpu_devices", 4)  # of which all but `tests/devices` use the first alone
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# For good, not in a `with`: modules of streamgrad are imported when they are first used.
-jaxtyping.install_import_hook("streamgrad", "beartype.beartype")
+# For good, not in a `with`: modules of both packages are imported when they are first used.
+jaxtyping.install_import_hook(["streamgrad", "streamgrad_lab"], "beartype.beartype")
+
+# The library is tested without the laboratory, too. These tests need it, or what it installs.
+LAB = find_spec("streamgrad_lab") is not None
+NEED_LAB = ("benchmarks", "devices/test_train_devices.py", "docs/test_pages.py", "examples", "lab")
+collect_ignore = [] if LAB else list(NEED_LAB)
 
 
 # The docstrings whose examples need another library.
@@ -31,6 +37,12 @@ NEEDS = {f"streamgrad.cells.from_{name}": name for name in ("equinox", "flax", "
 
 # Their examples are programs to compile, each for itself, of what other tests call as well.
 SLOW = ("streamgrad_lab.", "streamgrad.theory.", "streamgrad.estimators.", "streamgrad.noise.kronecker_reduction.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without the laboratory leave out the examples in its docstrings: their folder is beside this one, not below."""
+    if not LAB and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        config.args = [folder for folder in config.args if Path(folder).parts[0] != "lab"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,7 +63,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say it where tests are not yet on the list of those that must be there."""
+    """Say it where tests were left out, and where some are not yet on the list of those that must be there."""
+    if not LAB:
+        left_out = ", ".join(f"tests/{name}" for name in NEED_LAB)
+        terminalreporter.write_line(f"streamgrad_lab is not installed: {left_out} were left out.")
     if new := names.unlisted():
         terminalreporter.write_line(f"{len(new)} tests are not in tests/names.txt yet: `{names.COMMAND}` adds them.")
 

@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
+from streamgrad import Chunk, GradientEstimator, Model, Params, carried, cuts
 from streamgrad._typing import Array
-from streamgrad.adapt import carried
-from streamgrad.base import Chunk, GradientEstimator, Model, Params
-from streamgrad.estimators import registry
-from streamgrad.step import cuts
+from streamgrad.estimators import REGISTRY, Row, find_estimator
 from streamgrad.theory import Episode, c_matrix, collect, collect_chunks, optimal_alpha, optimise
 from streamgrad.theory.predictions import find_prediction
 
@@ -85,7 +83,7 @@ def candidates_for(model: Model, params: Params, chunk: Chunk, only: Sequence[st
     """
     if only is not None:
         for name in only:
-            registry.find_estimator(name)
+            find_estimator(name)
     return Candidates(list(_makers(model, params, chunk, only)))
 
 
@@ -94,7 +92,7 @@ def _makers(
 ) -> Iterator[Callable[[], Candidate]]:
     """A function for each candidate. To make an estimator is cheap, but for a fitted one, which waits its turn."""
     episodes = Episodes(model, params, chunk)
-    for row in registry.ROWS:
+    for row in REGISTRY.values():
         cut = next((cut for cut in ("preactivation", "state") if cut in row.cuts and cut in model.cell.cuts), None)
         if (only is not None and row.name not in only) or (row.cuts and cut is None):
             continue
@@ -124,7 +122,7 @@ def _made(candidate: Candidate) -> Candidate:
 
 
 def _candidate(
-    row: registry.Row,
+    row: Row,
     label: str,
     est: GradientEstimator,
     episodes: "Episodes",
@@ -139,7 +137,7 @@ def _candidate(
     return Candidate(label, promise, est, *_prediction(row, episodes, options, noisy), hindsight, noisy, least)
 
 
-def _hindsight(row: registry.Row, model: Model, episodes: "Episodes", label: str) -> Candidate:
+def _hindsight(row: Row, model: Model, episodes: "Episodes", label: str) -> Candidate:
     """The estimator with the α, or the α and Q_0, that are optimal for this very stream."""
     options = FITS[label](episodes.by_steps("preactivation"))
     est, given = row.make(model, **options), {"cut": "preactivation", **options}
@@ -198,9 +196,7 @@ class Episodes:
         return jacobians * state * ravel_pytree(self.params.cell)[0].size > LARGEST_JACOBIAN
 
 
-def _prediction(
-    row: registry.Row, episodes: Episodes, options: Mapping[str, Any], noisy: bool
-) -> tuple[Predict | None, bool]:
+def _prediction(row: Row, episodes: Episodes, options: Mapping[str, Any], noisy: bool) -> tuple[Predict | None, bool]:
     """The theory's total variance, where there is one, and whether it is an over-estimate."""
     if not noisy:
         return (lambda alpha, chunk_length: jnp.zeros(())), False

@@ -1,6 +1,7 @@
 """The command `streamgrad`. Ctrl-C and SIGTERM are answered from the first moment on, also while jax is imported."""
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -32,7 +33,7 @@ def open_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115, for good
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):  # a caller may have put another object in its place
             stream.reconfigure(errors="backslashreplace")
 
 

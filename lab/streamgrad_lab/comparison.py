@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from streamgrad import Chunk, Model, Params, bptt
 from streamgrad._typing import Array
-from streamgrad.base import Chunk, Model, Params, real_dtype
+from streamgrad.base import real_dtype
 from streamgrad.checks import check_at_most, check_chunk, check_key, check_size
-from streamgrad.estimators.bptt import bptt
 from streamgrad.theory.empirical import Moments, merge, moments, summary
 from streamgrad_lab.candidates import Candidate, candidates_for
 from streamgrad_lab.programs import Compiled, Past, compile_all

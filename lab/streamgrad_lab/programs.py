@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from streamgrad import Chunk, EstimatorState, GradientEstimator, Params, batched
 from streamgrad._typing import Array, PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
-from streamgrad.engine.streams import batched
 from streamgrad.noise.rescale import total_log_alpha
 from streamgrad_lab.candidates import Candidate
 from streamgrad_lab.progress import Progress

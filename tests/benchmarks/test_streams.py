@@ -26,7 +26,7 @@ def test_cases_are_those_of_the_recorded_run():
     for part in streams.streams.PRESETS["paper"].settings:
         names = [streams.name_of(case) for case in streams.cases_of(part)]
         assert len(names) == len(set(names))
-        missing = {"text, gru, tbptt, chunks of 1"} if part.name == "text" else set()
+        missing = {"text, gru, bptt, chunks of 1"} if part.name == "text" else set()
         assert set(names) - streams.known(ROOT / "experiments" / "results" / "paper", part) == missing
 
 

@@ -1,6 +1,5 @@
 """Streams on several devices: the numbers of one device, and no traffic but the gradient's."""
 
-import functools
 import json
 import re
 import socket
@@ -10,12 +9,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType
-from streamgrad_lab.tasks import find_task
-from streamgrad_lab.training.loop import begin, training_step
-from streamgrad_lab.training.processes import shardings_of
 
 import streamgrad as sg
 from streamgrad.estimators import REGISTRY
@@ -196,23 +191,6 @@ def test_traffic_is_the_gradient_alone(name):
 def test_traffic_by_columns_is_the_same(name):
     found = collectives(sg.sharded(make(name), STREAMS, mesh_of(2, 2), columns="columns"))
     assert len(found) == 1 and "all-reduce" in found[0]
-
-
-@pytest.mark.parametrize("name", ["queue", "digits"])
-def test_traffic_of_training_is_the_gradient_and_the_loss(name):
-    """Each device makes the chunks of its own streams: nothing of the task's state travels."""
-    task = find_task(name, batch_size=8)
-    model, optimizer = sg.Model(sg.cells.vanilla(task.n_in, 3), task.head), optax.adam(1e-3)
-    est = sg.sharded(sg.rtrl(model), 8, mesh_of(4))
-    start = jax.vmap(functools.partial(begin, model, task, est, optimizer))
-    keys = jax.random.split(jax.random.key(0), 2)
-    shardings = shardings_of(est, jax.eval_shape(start, keys))
-    ts = jax.jit(start, out_shardings=shardings)(keys)
-    step = jax.vmap(training_step(task, est, optimizer), in_axes=(None, 0))
-    compiled = jax.jit(step, out_shardings=(shardings, None)).lower(task.data, ts).compile()
-    (found,) = collectives_in(compiled.as_text())
-    size = sum(leaf.size for leaf in jax.tree.leaves(ts.params)) // 2
-    assert "all-reduce" in found and f"[2,{size}]" in found
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])

@@ -1,5 +1,6 @@
 """`streamgrad train` on several devices and in several processes: the run of one device, whatever happens."""
 
+import functools
 import os
 import random
 import signal
@@ -9,12 +10,19 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
 import pytest
+
+import streamgrad as sg
 from streamgrad_lab.cli.main import main
+from streamgrad_lab.tasks import find_task
 from streamgrad_lab.training import read_metrics
 from streamgrad_lab.training.checkpoint import steps
-
+from streamgrad_lab.training.loop import begin, training_step
+from streamgrad_lab.training.processes import shardings_of
+from tests.devices.test_sharded import collectives_in, mesh_of
 from tests.flags import FLAGS
 from tests.tools import ROOT
 
@@ -149,3 +157,20 @@ def test_what_devices_have_learnt_stays_on_as_many(tmp_path):
     printed = other.communicate(timeout=200)[1]
     assert other.returncode == 1
     assert "holds what 2 devices have learnt" in printed and "not on 4" in printed
+
+
+@pytest.mark.parametrize("name", ["queue", "digits"])
+def test_traffic_of_training_is_the_gradient_and_the_loss(name):
+    """Each device makes the chunks of its own streams: nothing of the task's state travels."""
+    task = find_task(name, batch_size=8)
+    model, optimizer = sg.Model(sg.cells.vanilla(task.n_in, 3), task.head), optax.adam(1e-3)
+    est = sg.sharded(sg.rtrl(model), 8, mesh_of(4))
+    start = jax.vmap(functools.partial(begin, model, task, est, optimizer))
+    keys = jax.random.split(jax.random.key(0), 2)
+    shardings = shardings_of(est, jax.eval_shape(start, keys))
+    ts = jax.jit(start, out_shardings=shardings)(keys)
+    step = jax.vmap(training_step(task, est, optimizer), in_axes=(None, 0))
+    compiled = jax.jit(step, out_shardings=(shardings, None)).lower(task.data, ts).compile()
+    (found,) = collectives_in(compiled.as_text())
+    size = sum(leaf.size for leaf in jax.tree.leaves(ts.params)) // 2
+    assert "all-reduce" in found and f"[2,{size}]" in found

@@ -30,7 +30,7 @@ def test_the_first_screen_says_how_to_begin():
     """What it is, how to install it and the command, and the two commands with what they do and how long they take."""
     screen = "\n".join(README.read_text().splitlines()[:24])
     assert "Gradients of recurrent networks while the stream runs" in screen
-    assert "pip install . " in screen and 'pip install ".[cli]"' in screen
+    assert "pip install .  " in screen and "pip install . ./lab " in screen
     for command in ("make demo", "make test"):
         assert re.search(rf"^    {command} +# .*: \d+ minutes$", screen, flags=re.MULTILINE), command
 

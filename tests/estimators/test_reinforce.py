@@ -10,9 +10,6 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
-from streamgrad_lab.experiments import find_experiment
-from streamgrad_lab.tasks.base import Task
-from streamgrad_lab.training import loop
 
 import streamgrad as sg
 from streamgrad.noise import find_noise
@@ -212,15 +209,12 @@ def test_one_trace_for_all_sigmas_and_a_schedule_in_the_loop():
     schedule = optax.exponential_decay(0.1, 1, 0.5)
     many = sg.batched(sg.reinforce(model, schedule), 2)
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), chunk)
-    task = Task("still", 1, model.head, 2, 3, False, (), lambda key: (), lambda data, state, key: (stacked, state))
-    begun = loop.begin(model, task, many, optax.sgd(0.01), jax.random.key(0))
-    begun = jax.tree.map(lambda leaf: leaf[None], begun)
-    step_fn = loop.training_step(task, many, optax.sgd(0.01), lambda chunk, info, grads: {"seen": info.loss[0, 0]})
-    for ts, rows in loop.run(step_fn, (), begun, updates=4, updates_per_call=4):
-        shared = ts.estimator.shared
-        assert rows["loss"].shape == (1, 4)
-        np.testing.assert_allclose(shared.sigma, [schedule(3)], rtol=1e-6)
-        np.testing.assert_array_equal(shared.updates, [4])
+    # In a compiled loop, as in training.
+    keys = jax.random.split(jax.random.key(0), 4)
+    begun = many.init(params)
+    ended, _ = jax.lax.scan(lambda state, key: (many.update(params, state, stacked, key)[1], ()), begun, keys)
+    np.testing.assert_allclose(ended.shared.sigma, schedule(3), rtol=1e-6)
+    assert ended.shared.updates == 4
     # The third update was made with the third σ.
     alone = sg.reinforce(model, schedule)
     state = alone.init(params)._replace(shared=alone.init(params).shared._replace(updates=jnp.asarray(2, jnp.int32)))
@@ -247,31 +241,6 @@ def test_noise_shaped_for_the_state():
     grads = jax.jit(jax.vmap(lambda key: ravel_pytree(est.update(params, state, chunk, key)[0].cell)[0]))(keys)
     predicted = float(sg.theory.total_variance(ep, None, best))
     np.testing.assert_allclose(float(jnp.sum(jnp.var(grads, axis=0))), predicted, rtol=0.05)
-
-
-@pytest.mark.slow
-def test_experiment(tmp_path):
-    """The smallest preset, from the computation to the report; every claim holds."""
-    experiment = find_experiment("reinforce")
-    told = []
-    experiment.run(experiment.presets["smoke"], tmp_path, lambda *now: told.append(now))
-    assert [now[1] for now in told] == list(range(1, told[0][2] + 1))
-    found = experiment.sections(tmp_path)
-    for section in found:
-        assert all(claim.holds for claim in section.claims), section.claims
-        assert all((tmp_path / name).exists() for name in section.files)
-    assert [section.figure is not None for section in found] == [True, True, False]
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    # Nothing half-written is left.
-    assert {path.name for path in before} == {
-        "limit.csv",
-        "variance.csv",
-        "shaping.csv",
-    }
-    experiment.run(experiment.presets["smoke"], tmp_path, resume=True)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
-    with pytest.raises(ValueError, match=r"limit.csv is missing\."):
-        experiment.sections(tmp_path / "elsewhere")
 
 
 MODEL = make_model("vanilla")

@@ -16,7 +16,7 @@ from tests.tools import ROOT
 
 FOLDER = ROOT / "examples"
 NAMES = ("stream", "characters", "agent", "your_cell")
-NEEDS = {"stream": ("orbax.checkpoint", "streamgrad[cli]"), "your_cell": ("equinox", "streamgrad[equinox]")}
+NEEDS = {"stream": ("orbax.checkpoint", "streamgrad[lab]"), "your_cell": ("equinox", "streamgrad[equinox]")}
 # What these libraries say about themselves is not ours.
 orbax = pytest.mark.filterwarnings("ignore")
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from streamgrad_lab.tasks import Task
-from streamgrad_lab.training import Plan
 
 import streamgrad as sg
+from streamgrad_lab.tasks import Task
+from streamgrad_lab.training import Plan
 
 PLAN = Plan(updates=12, every=2, checkpoint_every=4, seeds=2, seed=3)
 

@@ -3,9 +3,9 @@
 import functools
 
 import jax
-from streamgrad_lab import Candidate, candidates_for, compare
 
 import streamgrad as sg
+from streamgrad_lab import Candidate, candidates_for, compare
 from tests import tools
 
 

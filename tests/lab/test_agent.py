@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from streamgrad_lab.agent import AgentConfig, actor_critic_head, final_success, make_agent, train_agent, windows
-from streamgrad_lab.environments import t_maze
 
 import streamgrad as sg
+from streamgrad_lab.agent import AgentConfig, actor_critic_head, final_success, make_agent, train_agent, windows
+from streamgrad_lab.environments import t_maze
 from tests.tools import few
 
 CONFIG = AgentConfig(hidden=3, streams=2, steps=20, window=10, gamma=0.9, lam=0.7, entropy=0.05, critic=0.5)

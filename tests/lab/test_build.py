@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import streamgrad as sg
 from streamgrad_lab.cli.main import main
 from streamgrad_lab.tasks import find_task
 from streamgrad_lab.training.build import CELLS, make_model, make_optimizer
-
-import streamgrad as sg
 from tests.tools import error, few, run
 
 TASK = find_task("queue", delay=2, batch_size=1, length=4)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from streamgrad_lab.experiments import find_experiment
 from streamgrad_lab.experiments.carried_report import VARIANCE, means, sections
 from streamgrad_lab.tables import write_rows

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import streamgrad as sg
 from streamgrad_lab import Task, find_task
 from streamgrad_lab.tasks.checking import check_task
 from streamgrad_lab.training import Plan, train
-
-import streamgrad as sg
 from tests.lab.counting import parts
 from tests.tools import one_sentence
 

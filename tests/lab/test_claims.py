@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+
 from streamgrad_lab.experiments import (
     ablation,
     carried_report,
@@ -15,10 +16,9 @@ from streamgrad_lab.experiments import (
     variance_report,
 )
 from streamgrad_lab.experiments.records import read_settings
-from streamgrad_lab.experiments.streams.lanes import read_cases
+from streamgrad_lab.experiments.streams.cases import read_cases
 from streamgrad_lab.manifest import load_manifest, plain
 from streamgrad_lab.tables import read_rows
-
 from tests.tools import ROOT
 
 RESULTS = ROOT / "experiments" / "results" / "paper"
@@ -106,7 +106,7 @@ def test_streams_at_laptop_size():
     found = claims_of(folder)
     assert [claim.text for claim in found if claim.holds is False] == []
     assert [claim.text.split(" ")[0] for claim in found if claim.holds] == [
-        "tbptt",
+        "bptt",
         "immediate",
         "rtrl",
         "rtrl",
@@ -122,7 +122,7 @@ def test_streams():
     assert len(found) == 21
     assert [claim.text for claim in found if claim.holds is False] == []
     undecided = [claim.text for claim in found if claim.holds is None]
-    assert undecided[0] == "ok(8) is level with tbptt(16) on text by chunks of 1, to 0.02 nats, or better."
+    assert undecided[0] == "ok(8) is level with windowed_bptt(16) on text by chunks of 1, to 0.02 nats, or better."
     assert [text.split(":")[0] for text in undecided[1:]] == ["Henon", "Mackey-Glass", "Lorenz"]
 
 

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 import sklearn.datasets
+
 from streamgrad_lab.cli.main import main
 from streamgrad_lab.tasks import find_task, mnist
-
 from tests.lab.test_tasks import idx, small_mnist  # noqa: F401, a fixture
 
 

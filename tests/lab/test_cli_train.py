@@ -14,10 +14,10 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
-from streamgrad_lab.cli.main import COMMANDS, main
-from streamgrad_lab.training import read_metrics
 
 import streamgrad as sg
+from streamgrad_lab.cli.main import COMMANDS, main
+from streamgrad_lab.training import read_metrics
 from tests.tools import ROOT
 
 TRAIN = ["--task", "queue", "--task-options", "delay=1", "--batch-size", "2", "--length", "2", "--cell", "vanilla"]

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from streamgrad_lab import Candidate, candidates_for, compare, ranks
 
 import streamgrad as sg
 from streamgrad.theory.predictions import find_prediction
+from streamgrad_lab import Candidate, candidates_for, compare, ranks
 from tests import tools
 from tests.lab.measured import measured, network
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.text import Text
+
 from streamgrad_lab import Comparison, frontier, ranks
 from streamgrad_lab.cli.compare import advice, heading
 from streamgrad_lab.cli.main import main
 from streamgrad_lab.report.frontier import _staircase, draw_frontier, write_frontier
 from streamgrad_lab.report.labels import shared_area
-
 from tests.lab.measured import measured
 
 # What a row that nobody has measured might say.

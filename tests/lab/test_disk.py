@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+
 from streamgrad_lab.cli.main import main
 from streamgrad_lab.experiments import MODULES
 from streamgrad_lab.files import Unwritten, check_room, replace_text, sweep
 from streamgrad_lab.training import metrics, train
 from streamgrad_lab.training.checkpoint import Checkpoints, steps
-
 from tests.lab.counting import PLAN, counting, parts, same, summarise
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from streamgrad_lab.environments import from_gymnax, t_maze
 
+from streamgrad_lab.environments import from_gymnax, t_maze
 from tests.cells.libraries import have
 
 

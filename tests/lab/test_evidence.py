@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+
 from streamgrad_lab.experiments.evidence import Estimate, decide, difference, judge, log_ratio, mean_of, power, within
 
 

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import streamgrad as sg
 from streamgrad_lab.cli.main import main
 from streamgrad_lab.experiments import ablation, find_experiment, records, tune, variance, variance_report
 from streamgrad_lab.experiments.episodic import episodic_uoro, shown_steps, summarise_episodes
 from streamgrad_lab.experiments.reproduce import reproduce
 from streamgrad_lab.experiments.roots import damped_q0
 from streamgrad_lab.manifest import load_manifest
-
-import streamgrad as sg
 
 MODEL = sg.Model(sg.cells.lstm(2, 2), sg.heads.softmax(3))
 B, T = 2, 3

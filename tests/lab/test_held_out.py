@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
+
+import streamgrad as sg
 from streamgrad_lab.cli.main import main
 from streamgrad_lab.tasks import Task, find_task
 from streamgrad_lab.tasks.base import HeldOut
 from streamgrad_lab.training import Plan, begin, metrics, read_metrics, train
 from streamgrad_lab.training.measure import held_out_loss, measured_every
-
-import streamgrad as sg
 from tests.lab.counting import parts, same
 
 TEXT = "the quick brown fox jumps over the lazy dog, " * 9  # 405 characters, of which 40 are held out

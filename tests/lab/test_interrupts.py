@@ -10,13 +10,13 @@ import textwrap
 import time
 
 import pytest
-from streamgrad_lab.training.checkpoint import steps
 
+from streamgrad_lab.training.checkpoint import steps
 from tests.tools import ROOT
 
 START = """
 import sys, time
-import interrupts
+from streamgrad_lab import interrupts
 
 def command():
     interrupts.on_stop(lambda: "kept.")
@@ -29,11 +29,10 @@ interrupts.run_process(command)
 
 
 def start(body: str) -> subprocess.Popen:
-    """A command of the standard library alone, which takes a fraction of a second; returns when it is ready."""
+    """A command without jax, which takes a fraction of a second; returns when it is ready."""
     code = START.format(textwrap.indent(textwrap.dedent(body), "    "))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # From its own folder: the module needs nothing of the package, which imports jax.
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "streamgrad" / "lab", text=True, **pipes)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 

@@ -12,23 +12,18 @@ import time
 from pathlib import Path
 
 import pytest
+
 from streamgrad_lab import locks
 from streamgrad_lab.cli.main import main
 from streamgrad_lab.experiments import MODULES
 from streamgrad_lab.locks import LOCK, Busy, locked, locked_file, locked_folder
-
 from tests.tools import ROOT, one_sentence
 
-# The module alone, without the package, which imports jax: a process takes a twentieth of a second.
+# Nothing here imports jax: a process takes a twentieth of a second.
 ALONE = """
-import os, sys, time, types
-sys.path.insert(0, "lab/streamgrad_lab")
-import interrupts
-lab = types.ModuleType("streamgrad_lab")
-lab.interrupts = interrupts
-sys.modules.update({"streamgrad": types.ModuleType("streamgrad"), "streamgrad_lab": lab})
-import locks
+import os, sys, time
 from pathlib import Path
+from streamgrad_lab import interrupts, locks
 folder = Path(sys.argv[1])
 """
 HOLD = "with locks.locked_folder(folder):\n    print('held', flush=True)\n    time.sleep(60)\n"

@@ -9,10 +9,10 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+
 from streamgrad_lab import find_task, load_params, own, read_metrics
 from streamgrad_lab.cli.compare import Options, task_of
 from streamgrad_lab.cli.main import main
-
 from tests.tools import ROOT, one_sentence
 
 MINE = """

@@ -9,12 +9,12 @@ import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
+
 from streamgrad_lab.cli.claims import EarlyClaims, print_claims
 from streamgrad_lab.cli.main import main
 from streamgrad_lab.experiments import MODULES, Claim
 from streamgrad_lab.manifest import Manifest, load_manifest, save_manifest
 from streamgrad_lab.report.figure import inline_svg
-
 from tests.lab.browser import Page, find_browser
 from tests.lab.fake_experiment import NASTY
 

@@ -7,6 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+
 from streamgrad_lab.cli.main import main
 from streamgrad_lab.experiments import MODULES
 from streamgrad_lab.experiments.reproduce import reproduce
@@ -17,7 +18,6 @@ from streamgrad_lab.tasks.base import digest
 from streamgrad_lab.training import metrics, train
 from streamgrad_lab.training.checkpoint import Checkpoints, steps
 from streamgrad_lab.training.session import _check_resumed
-
 from tests.lab import fake_experiment
 from tests.lab.counting import PLAN, counting, parts, same, summarise
 from tests.tools import one_sentence

@@ -8,11 +8,11 @@ import shutil
 import jax
 import numpy as np
 import pytest
+
+import streamgrad as sg
 from streamgrad_lab.manifest import load_manifest, new_manifest, save_manifest
 from streamgrad_lab.training import Plan, load_params, metrics, read_metrics, train
 from streamgrad_lab.training.checkpoint import Checkpoints, steps
-
-import streamgrad as sg
 from tests.lab.counting import PLAN, Count, counting, parts, same, summarise
 
 

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
+
 from streamgrad_lab.tasks import find_task
 from streamgrad_lab.tasks.series import KINDS, SETTLE, generate, scaled
-
 from tests.tools import one_sentence
 
 

@@ -10,23 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from streamgrad_lab.experiments import find_experiment, streams
-from streamgrad_lab.experiments.reproduce import reproduce
-from streamgrad_lab.experiments.streams import agent, copying, recall, series, text
-from streamgrad_lab.experiments.streams.lanes import (
-    Lane,
-    all_lanes,
-    best_of,
-    make_optimizer,
-    paired,
-    train_lanes,
-    write_case,
-)
-from streamgrad_lab.experiments.streams.methods import METHODS, for_streams, make_estimator
-from streamgrad_lab.tasks import find_task
 
 import streamgrad as sg
 from streamgrad.estimators import REGISTRY
+from streamgrad_lab.experiments import find_experiment, streams
+from streamgrad_lab.experiments.reproduce import reproduce
+from streamgrad_lab.experiments.streams import agent, copying, recall, series, text
+from streamgrad_lab.experiments.streams.cases import best_of, paired, read_cases, write_case
+from streamgrad_lab.experiments.streams.lanes import Lane, all_lanes, make_optimizer, train_lanes
+from streamgrad_lab.experiments.streams.methods import METHODS, for_streams, make_estimator
+from streamgrad_lab.tasks import find_task
 from tests.tools import one_sentence
 
 NAMES = list(streams.PARTS)
@@ -144,7 +137,7 @@ def test_claims_of_recall(tmp_path):
     for method, values in {
         "rtrl": (0.01, 0.011),
         "ok(8)": (0.2, 0.21),
-        "tbptt": (0.68, 0.69),
+        "bptt": (0.68, 0.69),
         "immediate": (0.3, 0.9),
     }.items():
         write(tmp_path, method, values, chunk=4, delay=12)
@@ -158,7 +151,7 @@ def test_claims_of_series(tmp_path, monkeypatch):
         write(tmp_path, "rtrl", (low, low * 2, low * 0.5), "nmse", series=kind)
         write(tmp_path, "preuoro", (low * 1.5, low * 3.02, low * 0.74), "nmse", series=kind)
         write(tmp_path, "immediate", (low * 1.5, low * 1.5, low * 0.6), "nmse", series=kind)
-    rows = series.read_cases(tmp_path)
+    rows = read_cases(tmp_path)
     best = series.claims(rows)
     assert [claim.text for claim in best][:1] == ["Henon: rtrl is the best of 3 methods."] and len(best) == 3
     assert best[0].holds is None and "Not told apart from it: immediate." in best[0].detail
@@ -173,19 +166,19 @@ def test_claims_of_series(tmp_path, monkeypatch):
 
 
 def test_claims_of_text_and_copy(tmp_path):
-    for method, values in {"rtrl": (1.70, 1.71), "ok(8)": (1.8, 1.81), "tbptt": (1.69, 1.705)}.items():
+    for method, values in {"rtrl": (1.70, 1.71), "ok(8)": (1.8, 1.81), "bptt": (1.69, 1.705)}.items():
         write(tmp_path / "text", method, values, chunk=4)
     assert [claim.holds for claim in text.claims(tmp_path / "text")] == [None, False]
-    for method, values in {"rtrl": (9, 9, 10), "tbptt": (3, 3, 4), "immediate": (9, 10, 9)}.items():
+    for method, values in {"rtrl": (9, 9, 10), "bptt": (3, 3, 4), "immediate": (9, 10, 9)}.items():
         write(tmp_path / "copy", method, values, "copy_length", chunk=1)
     assert [claim.holds for claim in copying.claims(tmp_path / "copy")] == [True, None]
 
 
 def test_pairs_are_of_the_same_seed(tmp_path):
     write(tmp_path, "rtrl", (1.0, 2.0, 3.0), chunk=4)
-    write(tmp_path, "tbptt", (2.5, 3.5), first=1, chunk=4)
+    write(tmp_path, "bptt", (2.5, 3.5), first=1, chunk=4)
     found = text.results(tmp_path)
-    assert paired(found["rtrl", 4], found["tbptt", 4]) == (-0.5, 0.0)
+    assert paired(found["rtrl", 4], found["bptt", 4]) == (-0.5, 0.0)
     write(tmp_path, "snap(1)", (1.0,), first=7, chunk=4)
     assert paired(found["rtrl", 4], text.results(tmp_path)["snap(1)", 4]) is None
 
@@ -231,7 +224,7 @@ def test_a_small_run_and_what_a_broken_one_leaves(tmp_path):
     assert not any("recall" in part for part in told) and any("text" in part for part in told)
     for path in (tmp_path / "a").glob("streams/*/*.csv"):
         again = tmp_path / "b" / path.relative_to(tmp_path / "a")
-        for a, b in zip(series.read_cases(path.parent), series.read_cases(again.parent), strict=True):
+        for a, b in zip(read_cases(path.parent), read_cases(again.parent), strict=True):
             assert a | {"seconds": 0} == b | {"seconds": 0}
 
 

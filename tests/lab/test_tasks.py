@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
+
+import streamgrad as sg
 from streamgrad_lab.tasks import TASKS, find_task, mnist
 from streamgrad_lab.tasks.images import image_task
 from streamgrad_lab.tasks.mnist import IdxFile
-
-import streamgrad as sg
 
 
 def stream(task, chunks: int, seed: int = 0) -> tuple[sg.Chunk, object]:

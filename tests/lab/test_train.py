@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import streamgrad as sg
 from streamgrad_lab.cli.main import main
 from streamgrad_lab.tasks import Task, find_task
 from streamgrad_lab.training import Diverged, Plan, begin, load_params, loop, metrics, read_metrics, train
 from streamgrad_lab.training.checkpoint import Checkpoints, steps
 from streamgrad_lab.training.measure import untrained_loss
-
-import streamgrad as sg
 from tests.lab.counting import PLAN, counting, parts, same
 from tests.tools import ROOT, code_blocks
 

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
+
 from streamgrad_lab.locks import LOCK
 from streamgrad_lab.training.checkpoint import Checkpoints, steps
-
 from tests.tools import ROOT
 
 TRIALS = int(os.environ.get("STREAMGRAD_TRIALS", "2"))

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+
 from streamgrad_lab.experiments import tune, tune_report, variance
 from streamgrad_lab.tables import write_rows
 

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from streamgrad import Head, heads
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Head
 from streamgrad.checks import check_size
-from streamgrad.heads import from_function
 
 
 def actor_critic_head(n_actions: int) -> Head:
@@ -42,4 +41,4 @@ def actor_critic_head(n_actions: int) -> Head:
         gap = target[1] - value
         return -jax.lax.stop_gradient(gap) * jax.nn.log_softmax(logits)[target[0]] + gap**2 / 2
 
-    return from_function(init_params, loss, predict)
+    return heads.from_function(init_params, loss, predict)

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from streamgrad import Cell, GradientEstimator, Model, Params, batched
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
-from streamgrad.base import Cell, GradientEstimator, Model, Params
 from streamgrad.checks import check_number, check_size
-from streamgrad.engine.streams import batched
 from streamgrad_lab.agent.head import actor_critic_head
 from streamgrad_lab.environments import Environment
 

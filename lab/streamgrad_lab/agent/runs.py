@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from streamgrad import Cell, GradientEstimator, Model
 from streamgrad._typing import Array, PyTree
-from streamgrad.base import Cell, GradientEstimator, Model
 from streamgrad.trees import all_finite
 from streamgrad_lab.agent.learner import Agent, AgentConfig, AgentState, Totals, make_agent
 from streamgrad_lab.environments import Environment

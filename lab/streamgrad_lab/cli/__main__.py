@@ -1,4 +1,4 @@
-"""`python -m streamgrad_lab.cli`; `streamgrad`, or `python -m streamgrad_lab.command`, answers Ctrl-C a second earlier."""
+"""`python -m streamgrad_lab.cli`: the command `streamgrad`."""
 
 from streamgrad_lab.command import main
 

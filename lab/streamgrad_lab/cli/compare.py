@@ -15,11 +15,9 @@ import jax
 import optax
 import tyro
 
-from streamgrad.base import Chunk, Model, Params
+from streamgrad import Chunk, Model, Params, batched, bptt
 from streamgrad.checks import check_at_most, check_size
-from streamgrad.engine.streams import batched
-from streamgrad.estimators.bptt import bptt
-from streamgrad.estimators.registry import REGISTRY
+from streamgrad.estimators import REGISTRY
 from streamgrad_lab import own
 from streamgrad_lab.candidates import candidates_for
 from streamgrad_lab.choice import frontier, ranks
@@ -147,7 +145,7 @@ def check(options: Options) -> None:
         if options.figure.suffix not in SUFFIXES:
             raise UsageError(f"--figure {options.figure} must end in {' or '.join(SUFFIXES)}.")
         if importlib.util.find_spec("matplotlib") is None:
-            raise UsageError('--figure needs matplotlib: pip install "streamgrad[cli]".')
+            raise UsageError('--figure needs matplotlib: pip install "streamgrad[lab]".')
 
 
 def task_of(options: Options, batch_size: int = 32) -> Task:

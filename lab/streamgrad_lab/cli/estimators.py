@@ -20,13 +20,14 @@ class Options:
 
 def main(options: Options) -> None:
     """Print them."""
-    from streamgrad.estimators.registry import ROWS
+    from streamgrad.estimators import REGISTRY
 
+    rows = REGISTRY.values()
     fields = ("name", "promise", "time", "memory", "cuts", "summary")
     if options.json:
-        print(json.dumps([{field: getattr(row, field) for field in fields} for row in ROWS], indent=2))
+        print(json.dumps([{field: getattr(row, field) for field in fields} for row in rows], indent=2))
         return
-    print_table(["estimator", "what it is"], [[row.name, row.summary] for row in ROWS])
+    print_table(["estimator", "what it is"], [[row.name, row.summary] for row in rows])
     print()
-    rows = [[row.name, row.promise, row.time, row.memory, ", ".join(row.cuts) or "none"] for row in ROWS]
-    print_table(["estimator", "gradient", "time/step", "memory", "cuts"], rows)
+    costs = [[row.name, row.promise, row.time, row.memory, ", ".join(row.cuts) or "none"] for row in rows]
+    print_table(["estimator", "gradient", "time/step", "memory", "cuts"], costs)

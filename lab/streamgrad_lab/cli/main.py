@@ -1,6 +1,6 @@
 """`streamgrad COMMAND …`: finds the command, and answers errors of the user in one sentence.
 
-To add a command: write `lab/streamgrad_lab/cli/<name>.py` with a dataclass `Options`, whose docstring is the help, and a
+To add a command: write `cli/<name>.py` with a dataclass `Options`, whose docstring is the help, and a
 `main(options) -> int | None`, and add its line here. One that must do without tyro has a `parse(argv)` instead.
 """
 
@@ -96,7 +96,7 @@ def run_command(name: str, rest: Sequence[str]) -> int:
     try:
         command = importlib.import_module(f"streamgrad_lab.cli.{name}")
     except ImportError as error:
-        print(f'streamgrad {name} needs {error.name}: pip install "streamgrad[cli]".', file=sys.stderr)
+        print(f'streamgrad {name} needs {error.name}: pip install "streamgrad[lab]".', file=sys.stderr)
         return 1
     try:
         options = command.parse(rest) if hasattr(command, "parse") else parse(name, command.Options, rest)

@@ -17,12 +17,9 @@ import numpy as np
 import tyro
 from jax.sharding import AxisType
 
-from streamgrad.adapt import carried
+from streamgrad import GradientEstimator, batched, carried, sharded
 from streamgrad.checks import check_size
-from streamgrad.contract import GradientEstimator
-from streamgrad.engine.sharded import sharded
-from streamgrad.engine.streams import batched
-from streamgrad.estimators.registry import REGISTRY
+from streamgrad.estimators import REGISTRY
 from streamgrad_lab import interrupts, own
 from streamgrad_lab.cli.options import choose, choose_own, from_options, pairs, task_options
 from streamgrad_lab.manifest import FILE

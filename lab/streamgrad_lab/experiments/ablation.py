@@ -20,10 +20,8 @@ from pathlib import Path
 import numpy as np
 import optax
 
-from streamgrad.base import GradientEstimator, Model
+from streamgrad import GradientEstimator, Model, batched, preuoro, rtrl, spatial_rtrl, uoro
 from streamgrad.cells import lstm
-from streamgrad.engine.streams import batched
-from streamgrad.estimators import preuoro, rtrl, spatial_rtrl, uoro
 from streamgrad_lab.experiments import plots
 from streamgrad_lab.experiments.base import Claim, Experiment, Section, Table
 from streamgrad_lab.experiments.evidence import judge, log_ratio, show_ratio

@@ -16,13 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from streamgrad import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, batched, bptt, carried, uoro
 from streamgrad._typing import Array
-from streamgrad.adapt import carried
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params
 from streamgrad.cells import lstm
-from streamgrad.engine.streams import batched
-from streamgrad.estimators import bptt, uoro
-from streamgrad.noise.shaping import Shaping
+from streamgrad.noise import Shaping
 from streamgrad.theory import b_matrix, collect, optimal_q0
 from streamgrad_lab.experiments.base import Experiment
 from streamgrad_lab.experiments.carried_report import VARIANCE, sections

@@ -18,15 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from streamgrad import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, cuts, uoro, with_noise
 from streamgrad._typing import Array, Float
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Model, Params, real_dtype
+from streamgrad.base import real_dtype
 from streamgrad.checks import check_choice, check_size, leading_length
-from streamgrad.estimators.uoro import uoro
-from streamgrad.noise.distributions import find_noise
+from streamgrad.noise import Shaping, find_noise
 from streamgrad.noise.rescale import total_log_alpha
-from streamgrad.noise.settings import with_noise
-from streamgrad.noise.shaping import Shaping
-from streamgrad.step import cuts
 from streamgrad.theory import Episode, b_matrix, c_matrix, collect, optimal_alpha
 from streamgrad.theory.matrices import c_by_group
 from streamgrad.theory.objective import cross_term, kurtosis_term

@@ -21,15 +21,9 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from streamgrad import cells, heads
-from streamgrad import theory as variance
+from streamgrad import Chunk, Model, Params, batched, bptt, cells, cuts, heads, reinforce, theory, uoro, with_noise
 from streamgrad._typing import Array, Float
-from streamgrad.base import Chunk, Model, Params
-from streamgrad.engine.estimator import transition
-from streamgrad.engine.streams import batched
-from streamgrad.estimators import bptt, reinforce, uoro
-from streamgrad.noise import Shaping, shaping, with_noise
-from streamgrad.step.cuts import layout
+from streamgrad.noise import Shaping, shaping
 from streamgrad_lab.experiments.base import Experiment
 from streamgrad_lab.experiments.reinforce_report import FILES, sections
 from streamgrad_lab.progress import Progress, silent
@@ -119,7 +113,7 @@ class Subject(NamedTuple):
     params: Params
     chunk: Chunk
     past: Chunk
-    episode: variance.Episode
+    episode: theory.Episode
     q0: Float[Array, "S S"]
 
 
@@ -179,8 +173,8 @@ def _subject(config: Config, cell: str) -> Subject:
     drawn = _streams(config, data_key, 1 + config.episodes)
     chunk = jax.tree.map(lambda leaf: leaf[0], drawn)
     past = jax.tree.map(lambda leaf: leaf[1:].reshape(-1, *leaf.shape[2:]), drawn)
-    episode = jax.jit(lambda params: variance.collect(model, params, chunk, cut="state"))(params)
-    return Subject(model, params, chunk, past, episode, variance.state_q0(episode))
+    episode = jax.jit(lambda params: theory.collect(model, params, chunk, cut="state"))(params)
+    return Subject(model, params, chunk, past, episode, theory.state_q0(episode))
 
 
 def _streams(config: Config, key: Array, count: int) -> Chunk:
@@ -211,7 +205,7 @@ def _draw(seed: int, *shape: int) -> Array:
 
 
 def _size(model: Model) -> int:
-    return layout(model.cell, model.cell.cuts["state"]).size
+    return cuts.layout(model.cell, model.cell.cuts["state"]).size
 
 
 def _limit(config: Config, cell: str, subject: Subject, also_float32: bool) -> Rows:
@@ -282,15 +276,15 @@ def _sampler(config: Config, subject: Subject, baseline: str) -> Sampler:
 def _variance(config: Config, cell: str, subject: Subject, baseline: str, sample: Sampler) -> Rows:
     """Over σ: measured, and for σ going to zero predicted, where there is theory."""
     identity = jnp.eye(_size(subject.model))
-    limit = float(variance.total_variance(subject.episode))
+    limit = float(theory.total_variance(subject.episode))
     square = float(jnp.sum(_flat(subject.episode.gradient.cell) ** 2))
     rows: Rows = []
     for sigma in config.sigmas:
         found = sample(sigma, identity)
-        score = float(variance.score_variance(subject.episode, sigma))
+        score = float(theory.score_variance(subject.episode, sigma))
         measured = {"quantity": "variance", "value": found.total / square, "error": found.error / square}
-        theory = {"none": score / square, "noise_free": limit / square}.get(baseline, "")
-        rows.append({"cell": cell, "baseline": baseline, "sigma": sigma} | measured | {"predicted": theory})
+        predicted = {"none": score / square, "noise_free": limit / square}.get(baseline, "")
+        rows.append({"cell": cell, "baseline": baseline, "sigma": sigma} | measured | {"predicted": predicted})
     return rows
 
 
@@ -306,8 +300,7 @@ def _bias(config: Config, cell: str, subject: Subject) -> Rows:
     def loss(cell_params: Any, kicks: Array) -> Array:
         def step(state: Any, now: tuple) -> tuple[Any, Array]:
             x, target, kick = now
-            state = transition(model, params._replace(cell=cell_params), state, x)
-            state = jax.tree.map(jnp.add, state, unravel(kick))
+            state = jax.tree.map(jnp.add, model.cell.step(cell_params, state, x), unravel(kick))
             return state, model.loss(params.head, model.cell.output(state), target)
 
         steps = (chunk.inputs, chunk.targets, kicks)
@@ -341,8 +334,8 @@ def _shaping(config: Config, cell: str, subject: Subject, sample: Sampler) -> Ro
     rows: Rows = []
     for name, q0 in (("identity", jnp.eye(size)), ("best", subject.q0)):
         found = sample(sigma, q0)
-        predicted = float(variance.total_variance(subject.episode, None, q0)) / square
-        score = float(variance.score_variance(subject.episode, 1.0, q0)) / square
+        predicted = float(theory.total_variance(subject.episode, None, q0)) / square
+        score = float(theory.score_variance(subject.episode, 1.0, q0)) / square
         what = {"cell": cell, "q0": name, "sigma": sigma, "value": found.total / square, "error": found.error / square}
         rows.append(what | {"predicted": predicted, "score_at_1": score})
     return rows

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float
 from streamgrad.checks import check_choice
-from streamgrad.noise.shaping import Shaping
+from streamgrad.noise import Shaping
 
 ROOTS = ("eigh", "newton")
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from streamgrad import Model
 from streamgrad._typing import Array, Float
-from streamgrad.base import Model
 from streamgrad.cells import lstm
 from streamgrad_lab.experiments.base import Experiment
 from streamgrad_lab.experiments.episodic import episodic_uoro

@@ -22,7 +22,7 @@ from typing import Any
 
 import optax
 
-from streamgrad.base import Model
+from streamgrad import Model
 from streamgrad.cells import lstm
 from streamgrad_lab.experiments.base import Experiment
 from streamgrad_lab.experiments.episodic import episodic_uoro, summarise_episodes

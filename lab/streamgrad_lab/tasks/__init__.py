@@ -1,6 +1,6 @@
 """Tasks to train on.
 
-To add a task: write `lab/tasks/<name>.py` with a function of that name that returns a `Task`, and add its line here.
+To add a task: write `tasks/<name>.py` with a function of that name that returns a `Task`, and add its line here.
 """
 
 import importlib

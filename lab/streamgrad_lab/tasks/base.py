@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from streamgrad import Chunk, Head, Info
 from streamgrad._typing import Array, PyTree
-from streamgrad.base import Chunk, Head, Info
 
 
 class HeldOut(NamedTuple):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from streamgrad import Chunk, Head
 from streamgrad._typing import PyTree
-from streamgrad.base import Chunk, Head
 from streamgrad.checks import check_arguments, check_size
 from streamgrad.trees import kind_of
 from streamgrad_lab.tasks.base import HeldOut, Task

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from streamgrad import heads
+from streamgrad import Chunk, Info, heads
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
-from streamgrad.base import Chunk, Info
 from streamgrad.checks import check_decay, check_number, check_size
 from streamgrad_lab.tasks.base import Task
 

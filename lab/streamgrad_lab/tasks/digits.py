@@ -31,7 +31,7 @@ def digits(read: str = "rows", batch_size: int = 50, length: int | None = None, 
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ValueError('the task digits needs scikit-learn: pip install "streamgrad[cli]".') from error
+        raise ValueError('the task digits needs scikit-learn: pip install "streamgrad[lab]".') from error
     found: Any = load_digits()
     first, rest = ((found.images[part], found.target[part]) for part in (slice(None, N_TRAIN), slice(N_TRAIN, None)))
     own, kept = (first, rest) if split == "train" else (rest, None)

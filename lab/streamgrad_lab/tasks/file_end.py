@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
+from streamgrad import Chunk
 from streamgrad._typing import Array
-from streamgrad.base import Chunk
 from streamgrad.checks import check_number
 from streamgrad_lab.tasks.base import HeldOut
 

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad import heads
+from streamgrad import Chunk, heads
 from streamgrad._typing import Array, Int
-from streamgrad.base import Chunk
 from streamgrad.checks import check_choice, check_size
 from streamgrad_lab.tasks.base import HeldOut, Task
 

@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from streamgrad import heads
+from streamgrad import Chunk, heads
 from streamgrad._typing import Array, Bool
-from streamgrad.base import Chunk
 from streamgrad.checks import check_size
 from streamgrad_lab.tasks.base import Task
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import optax
 
-from streamgrad import cells
-from streamgrad.base import Cell, Model
+from streamgrad import Cell, Model, cells
 from streamgrad.checks import accepts, check_choice, check_size
 from streamgrad.trees import kind_of
 from streamgrad_lab import own

@@ -54,7 +54,7 @@ class Checkpoints:
                 import orbax.checkpoint as orbax
         except ImportError as error:
             raise ValueError(
-                'checkpoints need orbax: pip install "streamgrad[cli]", or train without checkpoints.'
+                'checkpoints need orbax: pip install "streamgrad[lab]", or train without checkpoints.'
             ) from error
         self.folder = folder.absolute()  # orbax takes no other
         if not _has_a_name(self.folder):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad.base import Model, Params
+from streamgrad import Model, Params
 from streamgrad.checks import check_model
 from streamgrad_lab.manifest import FILE, load_manifest
 from streamgrad_lab.tasks.base import Task

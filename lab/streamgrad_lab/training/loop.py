@@ -15,8 +15,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from streamgrad import Chunk, GradientEstimator, Info, Model, Params
 from streamgrad._typing import Array, Float, Int, PyTree
-from streamgrad.base import Chunk, GradientEstimator, Info, Model, Params
 from streamgrad.checks import check_size
 from streamgrad.trees import all_finite
 from streamgrad_lab.tasks.base import Task

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from streamgrad import Chunk, Model, Params
 from streamgrad._typing import Array, Float, PyTree
-from streamgrad.base import Chunk, Model, Params, fold_weight
+from streamgrad.base import fold_weight
 from streamgrad_lab.tasks.base import Task
 from streamgrad_lab.training.loop import HELD_OUT, Rows, TrainState, data_key, init_key
 

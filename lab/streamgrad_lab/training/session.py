@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from streamgrad import GradientEstimator, Model
 from streamgrad._typing import PyTree
-from streamgrad.base import GradientEstimator, Model
 from streamgrad.checks import check_size
 from streamgrad_lab import interrupts
 from streamgrad_lab.files import Unwritten, check_room, sweep

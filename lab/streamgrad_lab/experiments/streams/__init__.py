@@ -23,7 +23,7 @@ from streamgrad_lab.progress import Progress, silent
 PARTS: dict[str, ModuleType] = {"recall": recall, "series": series, "text": text, "copy": copying, "agent": agent}
 
 # What people would choose from, where every method on every task would be too much to read.
-FEW = ("rtrl", "ok(8)", "uoro", "uoro inside chunks", "snap(1)", "tbptt", "immediate")
+FEW = ("rtrl", "ok(8)", "uoro", "uoro inside chunks", "snap(1)", "bptt", "immediate")
 LAPTOP = tuple(name for name in FEW if name != "uoro")
 TEXT = (
     "rtrl",
@@ -31,18 +31,18 @@ TEXT = (
     "uoro inside chunks",
     "uoro inside chunks, shrunk",
     "snap(1) inside chunks",
-    "tbptt",
+    "bptt",
     "immediate",
 )
-AGENT = ("rtrl", "ok(8)", "uoro", "snap(1)", "tbptt(5)", "tbptt(25)", "immediate")
+AGENT = ("rtrl", "ok(8)", "uoro", "snap(1)", "windowed_bptt(5)", "windowed_bptt(25)", "immediate")
 # Every estimator of the registry; `series.SAME` says which two are left out, as they are another one there.
 ALL = (
     "rtrl", "ok(8)", "preuoro", "uoro", "uoro, 64 groups", "spatial_rtrl", "nobacktrack", "reinforce", "artbp(16)",
-    "snap(1)", "sketch(4)", "eprop", "rflo", "dni", "tbptt(25)", "immediate",
+    "snap(1)", "sketch(4)", "eprop", "rflo", "dni", "windowed_bptt(25)", "immediate",
 )  # fmt: skip
 
 
-SOME = ("rtrl", "ok(8)", "preuoro", "uoro", "snap(1)", "rflo", "tbptt(25)", "immediate")
+SOME = ("rtrl", "ok(8)", "preuoro", "uoro", "snap(1)", "rflo", "windowed_bptt(25)", "immediate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Config:
 PRESETS = {
     "smoke": Config(
         (
-            recall.Recall((1, 3), (1, 2), ("rtrl", "tbptt"), "gru", 3, 2, steps=16, rates=(1e-2,), seeds=2, points=4),
+            recall.Recall((1, 3), (1, 2), ("rtrl", "bptt"), "gru", 3, 2, steps=16, rates=(1e-2,), seeds=2, points=4),
             series.Series(("henon", "lorenz"), ("rtrl", "immediate"), "vanilla", 3, 2, 500, 50, (1e-3, 1e-2), 2),
-            text.Text((2,), ("rtrl", "tbptt"), "gru", 3, 2, steps=16, rates=(1e-2,), seeds=2, points=4),
-            copying.Copying(("rtrl", "tbptt"), "gru", 3, 2, 2, steps=16, rates=(1e-2,), seeds=2, points=4),
+            text.Text((2,), ("rtrl", "bptt"), "gru", 3, 2, steps=16, rates=(1e-2,), seeds=2, points=4),
+            copying.Copying(("rtrl", "bptt"), "gru", 3, 2, 2, steps=16, rates=(1e-2,), seeds=2, points=4),
             agent.Agent((2,), ("vanilla",), ("rtrl", "immediate"), 3, 2, steps=40, rates=(1e-2,), seeds=2, points=4),
         )
     ),
@@ -81,7 +81,9 @@ PRESETS = {
         (
             recall.Recall((2, 4, 8, 12, 16), (2, 4, 8), FEW, "gru", 32, 16, 120_000, (1e-3, 2e-3, 4e-3), 4),
             series.Series(tuple(series.KINDS), ALL, "vanilla", 64, 8, 15_000, 200, (3e-4, 1e-3, 3e-3), 10),
-            text.Text((1, 4, 16), (*TEXT, "tbptt(16)"), "gru", 64, 16, 24_000, (1e-3, 3e-3, 1e-2), 4, source="file"),
+            text.Text(
+                (1, 4, 16), (*TEXT, "windowed_bptt(16)"), "gru", 64, 16, 24_000, (1e-3, 3e-3, 1e-2), 4, source="file"
+            ),
             copying.Copying(FEW, "gru", 64, 16, 4, 60_000, (3e-4, 1e-3, 3e-3), 4),
             agent.Agent((10, 20, 40), ("vanilla", "gru", "rtu"), AGENT, 32, 16, 60_000, (5e-4, 1e-3, 2e-3), 5),
         )

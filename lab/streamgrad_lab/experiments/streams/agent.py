@@ -18,16 +18,7 @@ from streamgrad_lab.environments import Environment, from_gymnax, t_maze
 from streamgrad_lab.experiments import plots
 from streamgrad_lab.experiments.base import Claim, Section, Table
 from streamgrad_lab.experiments.evidence import judge, mean_of
-from streamgrad_lab.experiments.streams.lanes import (
-    Best,
-    about_rates,
-    about_sizes,
-    about_times,
-    best_of,
-    file_of,
-    read_cases,
-    write_case,
-)
+from streamgrad_lab.experiments.streams import cases
 from streamgrad_lab.experiments.streams.methods import in_order, look, make_estimator
 from streamgrad_lab.progress import COMPILING, Progress
 
@@ -115,12 +106,12 @@ def train(part: Agent, folder: Path, progress: Progress, resume: bool, seed: int
     """Train every method with every cell, all corridors, rates and seeds at once; a file for each."""
     del data
     for world, cell, method in itertools.product(_worlds(part), part.cells, part.methods):
-        path = folder / file_of(world.name, cell, method)
+        path = folder / cases.file_of(world.name, cell, method)
         if not (resume and path.exists()):
             show = functools.partial(progress, f"{world.name}, {cell}, {method}")
             rows = list(_curves(part, world, cell, method, range(seed, seed + part.seeds), show))
             about = {"cell": cell, "method": method, "hidden": part.hidden, "streams": part.streams}
-            write_case(path, rows, about, {"world": world.titles})
+            cases.write_case(path, rows, about, {"world": world.titles})
 
 
 def _curves(part: Agent, world: World, cell: str, method: str, seeds: range, show: Any) -> Any:
@@ -152,7 +143,7 @@ def section(folder: Path) -> Section | None:
     worlds = list(dict.fromkeys(world for world, _, _ in found))
     used = list(dict.fromkeys(cell for _, cell, _ in found))
     methods = in_order(method for _, _, method in found)
-    rows = read_cases(folder)
+    rows = cases.read_cases(folder)
     table = Table(["environment", "cell", "method", "success", "µs per step", "published, 64 units"], [])
     for world, cell, method in itertools.product(worlds, used, methods):
         if (world, cell, method) in found:
@@ -177,21 +168,19 @@ def section(folder: Path) -> Section | None:
     plots.legend_below(fig, axes[0, 0], 3)
     text = (
         "An agent sees a cue, walks down a corridor and turns; only the cue says which way. Online actor-critic with "
-        f"eligibility traces, an update at every step of all environments by Adam. {about_sizes(rows)} Success over "
-        f"the last fifth, mean over seeds and 95% interval; turning at random gives 0.5. {about_rates(rows)} tbptt(5) "
-        "reaches back 5 steps, which is less than a corridor, tbptt(25) further than the shorter ones. "
-        f"{about_times(rows)}"
+        f"eligibility traces, an update at every step of all environments by Adam. {cases.about_sizes(rows)} Success "
+        f"over the last fifth, mean over seeds and 95% interval; turning at random gives 0.5. "
+        f"{cases.about_rates(rows)} windowed_bptt(5) reaches back 5 steps, which is less than a corridor, "
+        f"windowed_bptt(25) further than the shorter ones. {cases.about_times(rows)}"
     )
-    files = [f"agent/{path.name}" for path in sorted(folder.glob("*.csv"))]
+    files = cases.files_of(folder, "agent")
     return Section("An agent that remembers", fig, text, claims(folder), table, files)
 
 
-def results(folder: Path) -> dict[tuple[str, str, str], Best]:
+def results(folder: Path) -> dict[tuple[str, str, str], cases.Best]:
     """The best of every environment, cell and method."""
-    grouped: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for row in read_cases(folder):
-        grouped.setdefault((row["world"], row["cell"], row["method"]), []).append(row)
-    return {key: best_of(rows, "success", LAST, highest=True) for key, rows in grouped.items()}
+    rows = cases.read_cases(folder)
+    return cases.best_by(rows, lambda row: (row["world"], row["cell"], row["method"]), "success", LAST, highest=True)
 
 
 def claims(folder: Path) -> list[Claim]:

@@ -4,29 +4,15 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from streamgrad import cells
-from streamgrad.base import Model
 from streamgrad_lab.experiments import plots
 from streamgrad_lab.experiments.base import Claim, Section, Table
 from streamgrad_lab.experiments.evidence import judge
-from streamgrad_lab.experiments.streams.lanes import (
-    Best,
-    about_rates,
-    about_sizes,
-    about_times,
-    all_lanes,
-    best_of,
-    file_of,
-    paired,
-    read_cases,
-    train_lanes,
-    write_case,
-)
-from streamgrad_lab.experiments.streams.methods import for_streams, look
+from streamgrad_lab.experiments.streams import cases
+from streamgrad_lab.experiments.streams.lanes import all_lanes, parts_of, train_lanes
+from streamgrad_lab.experiments.streams.methods import look
 from streamgrad_lab.progress import Progress
 from streamgrad_lab.tasks.copy import copy
 
@@ -67,17 +53,14 @@ def train(part: Copying, folder: Path, progress: Progress, resume: bool, seed: i
     """Train every method, all rates and seeds at once, and write a file for each."""
     del data
     task = copy(threshold=THRESHOLD, spread=SPREAD, batch_size=part.streams, length=part.chunk)
-    model = Model(getattr(cells, part.cell)(task.n_in, part.hidden), task.head)
     lanes = all_lanes(1, part.rates, range(seed, seed + part.seeds))
     for method in part.methods:
-        path = folder / file_of(method)
+        path = folder / cases.file_of(method)
         if resume and path.exists():
             continue
         show = functools.partial(progress, f"copy, {method}")
-        est = for_streams(method, model, part.streams)
-        rows = train_lanes(model, task, est, lanes, part.steps // part.chunk, part.points, show=show)
-        about = {"method": method, "chunk": part.chunk, "cell": part.cell}
-        write_case(path, rows, about | {"hidden": part.hidden, "streams": part.streams})
+        rows = train_lanes(*parts_of(method, part, task), lanes, part.steps // part.chunk, part.points, show=show)
+        cases.write_case(path, rows, cases.columns_of(part, method, chunk=part.chunk))
 
 
 def section(folder: Path) -> Section | None:
@@ -88,7 +71,7 @@ def section(folder: Path) -> Section | None:
     fig, axes = plots.figure(height=3.8)
     ax = axes[0, 0]
     table = Table(["method", "length reached", "seconds"], [])
-    order = sorted(found, key=lambda method: -_mean(found[method]))
+    order = sorted(found, key=lambda method: -found[method].mean(missing=-1.0))
     for method in order:
         best = found[method]
         if not best.rows:
@@ -100,39 +83,32 @@ def section(folder: Path) -> Section | None:
     ax.set_xlabel("characters of a stream")
     ax.set_ylabel("length that is copied")
     plots.legend_below(fig, ax)
-    rows = read_cases(folder)
+    rows = cases.read_cases(folder)
     text = (
         "Read a string of bits, then give it back. Its length L, 40 at most, grows by one when the running average of "
         "the loss of the bits that are given back falls below 0.15 bits; lengths are drawn from L - 5 to L. An update "
-        f"after every chunk of {int(rows[0]['chunk'])} steps by Adam, after clipping at norm 1. {about_sizes(rows)} "
-        f"Shown is the length at the end, mean over seeds and 95% interval. {about_rates(rows)} "
-        f"{about_times(rows)}"
+        f"after every chunk of {int(rows[0]['chunk'])} steps by Adam, after clipping at norm 1. "
+        f"{cases.about_sizes(rows)} Shown is the length at the end, mean over seeds and 95% interval. "
+        f"{cases.about_rates(rows)} {cases.about_times(rows)}"
     )
-    files = [f"copy/{path.name}" for path in sorted(folder.glob("*.csv"))]
+    files = cases.files_of(folder, "copy")
     return Section("Copy with a curriculum", fig, text, claims(folder), table, files)
 
 
-def results(folder: Path) -> dict[str, Best]:
+def results(folder: Path) -> dict[str, cases.Best]:
     """The best of every method."""
-    grouped: dict[str, list[dict[str, Any]]] = {}
-    for row in read_cases(folder):
-        grouped.setdefault(row["method"], []).append(row)
-    return {method: best_of(rows, "copy_length", last=1, highest=True) for method, rows in grouped.items()}
+    return cases.best_by(cases.read_cases(folder), lambda row: row["method"], "copy_length", last=1, highest=True)
 
 
 def claims(folder: Path) -> list[Claim]:
     """The exact gradient reaches further than truncated BPTT and than the current step alone."""
     found, made = results(folder), []
-    for method in ("tbptt", "immediate", "snap(1)"):
+    for method in ("bptt", "immediate", "snap(1)"):
         if "rtrl" in found and method in found:
             text = f"rtrl copies longer strings than {method} after as many characters."
-            more = paired(found["rtrl"], found[method])
+            more = cases.paired(found["rtrl"], found[method])
             if more is None:
                 made.append(judge(text, None, ""))
             else:
                 made.append(judge(text, [more], f"Length {found['rtrl']} against {found[method]}: {more} more."))
     return made
-
-
-def _mean(best: Best) -> float:
-    return float(np.mean(best.finals)) if len(best.finals) else -1.0

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from streamgrad.base import GradientEstimator, Model
-from streamgrad.engine.streams import batched
+from streamgrad import GradientEstimator, Model, batched
 from streamgrad.estimators import find_estimator
 from streamgrad_lab.experiments.plots import COLOURS
 
@@ -20,6 +19,8 @@ class Method(NamedTuple):
     estimator: str
     options: dict[str, Any]
 
+
+WINDOWED = "tbptt"  # in the registry, backpropagation from every loss through a window that also reaches across chunks
 
 METHODS = {
     "rtrl": Method("rtrl", {}),
@@ -39,10 +40,10 @@ METHODS = {
     "spatial_rtrl": Method("spatial_rtrl", {}),
     "nobacktrack": Method("nobacktrack", {}),
     "reinforce": Method("reinforce", {}),
-    "tbptt": Method("bptt", {}),  # chunk by chunk
-    "tbptt(25)": Method("tbptt", {"window": 25}),
-    "tbptt(16)": Method("tbptt", {"window": 16}),
-    "tbptt(5)": Method("tbptt", {"window": 5}),
+    "bptt": Method("bptt", {}),  # chunk by chunk
+    "windowed_bptt(25)": Method(WINDOWED, {"window": 25}),
+    "windowed_bptt(16)": Method(WINDOWED, {"window": 16}),
+    "windowed_bptt(5)": Method(WINDOWED, {"window": 5}),
     "immediate": Method("immediate", {}),
     "local_rtrl": Method("local_rtrl", {}),
 }
@@ -81,7 +82,7 @@ _FAMILIES = ("rtrl", "ok", "uoro", "snap", "bptt", "immediate", "preuoro")
 
 def look(name: str) -> dict[str, Any]:
     """Colour and line of a method in the figures."""
-    family = METHODS[name].estimator.removeprefix("t") if name.startswith("tbptt") else METHODS[name].estimator
+    family = "bptt" if METHODS[name].estimator == WINDOWED else METHODS[name].estimator
     place = _FAMILIES.index(family) if family in _FAMILIES else 0
     alike = [other for other in METHODS if METHODS[other].estimator == METHODS[name].estimator]
     style = ("-", "--", ":", "-.")[alike.index(name) % 4] if family in _FAMILIES else ":"

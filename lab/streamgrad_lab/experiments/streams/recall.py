@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,25 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad import cells, heads
+from streamgrad import Chunk, heads
 from streamgrad._typing import Array, Bool, Int, PyTree
-from streamgrad.base import Chunk, Model
 from streamgrad_lab.experiments import plots
 from streamgrad_lab.experiments.base import Claim, Section, Table
 from streamgrad_lab.experiments.evidence import judge, mean_of
-from streamgrad_lab.experiments.streams.lanes import (
-    Best,
-    about_rates,
-    about_sizes,
-    about_times,
-    all_lanes,
-    best_of,
-    file_of,
-    read_cases,
-    train_lanes,
-    write_case,
-)
-from streamgrad_lab.experiments.streams.methods import for_streams, in_order
+from streamgrad_lab.experiments.streams import cases
+from streamgrad_lab.experiments.streams.lanes import all_lanes, parts_of, train_lanes
+from streamgrad_lab.experiments.streams.methods import in_order
 from streamgrad_lab.progress import Progress
 from streamgrad_lab.tasks.base import Task
 
@@ -107,32 +97,29 @@ def train(part: Recall, folder: Path, progress: Progress, resume: bool, seed: in
 
     lanes = all_lanes(len(part.delays), part.rates, range(seed, seed + part.seeds))
     for length, method in itertools.product(part.chunks, part.methods):
-        path = folder / file_of(method, length)
+        path = folder / cases.file_of(method, length)
         if resume and path.exists():
             continue
         task = recall_task(max(part.delays), part.streams, length)
-        model = Model(getattr(cells, part.cell)(task.n_in, part.hidden), task.head)
-        est = for_streams(method, model, part.streams)
         show = functools.partial(progress, f"recall, {method}, chunks of {length}")
-        rows = train_lanes(model, task, est, lanes, part.steps // length, part.points, place, show=show)
-        about = {"method": method, "chunk": length, "cell": part.cell, "hidden": part.hidden, "streams": part.streams}
-        write_case(path, rows, about, {"delay": part.delays})
+        rows = train_lanes(*parts_of(method, part, task), lanes, part.steps // length, part.points, place, show=show)
+        cases.write_case(path, rows, cases.columns_of(part, method, chunk=length), {"delay": part.delays})
 
 
 def section(folder: Path) -> Section | None:
     """Heat maps over D and K of the final loss, a table of them, and the claims."""
-    rows, found = read_cases(folder), results(folder)
+    rows, found = cases.read_cases(folder), results(folder)
     if not found:
         return None
     methods = in_order(method for method, _, _ in found)
     chunks, delays = sorted({length for _, length, _ in found}), sorted({delay for _, _, delay in found})
     text = (
         "A network gives back the bit of D steps ago, and learns after every chunk of K steps; all methods see the "
-        f"same number of bits. {about_sizes(rows)} Adam, after clipping at norm 1. Shown is the loss over the last "
-        f"tenth, in nats, mean over seeds and 95% interval; guessing costs {CHANCE:.3f}. {about_rates(rows)} Above the "
-        "white line, and where there is none, D >= K: credit can only come from before the chunk. What a method "
-        "without any such credit has below guessing, it reads out of a memory that it did not learn. "
-        f"{about_times(rows)}"
+        f"same number of bits. {cases.about_sizes(rows)} Adam, after clipping at norm 1. Shown is the loss over the "
+        f"last tenth, in nats, mean over seeds and 95% interval; guessing costs {CHANCE:.3f}. "
+        f"{cases.about_rates(rows)} Above the white line, and where there is none, D >= K: credit can only come from "
+        "before the chunk. What a method without any such credit has below guessing, it reads out of a memory "
+        f"that it did not learn. {cases.about_times(rows)}"
     )
     header = ["method", "K", *(f"D = {delay}" for delay in delays), "seconds"]
     table = Table(header, [])
@@ -143,17 +130,14 @@ def section(folder: Path) -> Section | None:
             cells_ = [str(found[method, length, d]) if (method, length, d) in found else "" for d in delays]
             seconds = max(row["seconds"] for row in rows if row["method"] == method and row["chunk"] == length)
             table.rows.append([method, str(length), *cells_, f"{seconds:.1f}"])
-    files = [f"recall/{path.name}" for path in sorted(folder.glob("*.csv"))]
+    files = cases.files_of(folder, "recall")
     figure = _heat_maps(found, methods, chunks, delays)
     return Section("Recall: the bit of D steps ago, by chunks of K", figure, text, claims(folder), table, files)
 
 
-def results(folder: Path) -> dict[tuple[str, int, int], Best]:
+def results(folder: Path) -> dict[tuple[str, int, int], cases.Best]:
     """The best of every method, K and D."""
-    grouped: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
-    for row in read_cases(folder):
-        grouped.setdefault((row["method"], int(row["chunk"]), int(row["delay"])), []).append(row)
-    return {key: best_of(rows) for key, rows in grouped.items()}
+    return cases.best_by(cases.read_cases(folder), lambda row: (row["method"], int(row["chunk"]), int(row["delay"])))
 
 
 def claims(folder: Path) -> list[Claim]:
@@ -175,18 +159,19 @@ def claims(folder: Path) -> list[Claim]:
     where = f"recall over {delay} steps by chunks of {length}"
     return [
         *(claim(f"{m} solves {where}: loss below {SOLVED}.", m, True) for m in ("rtrl", "ok(8)")),
-        *(claim(f"{m} does not learn {where}: loss above {FAILED}.", m, False) for m in ("tbptt", "immediate")),
+        *(claim(f"{m} does not learn {where}: loss above {FAILED}.", m, False) for m in ("bptt", "immediate")),
     ]
 
 
-def _heat_maps(found: dict[tuple[str, int, int], Best], methods: list[str], chunks: list, delays: list) -> Any:
+def _heat_maps(found: dict[tuple[str, int, int], cases.Best], methods: list[str], chunks: list, delays: list) -> Any:
     """One map for each method, in the same colours."""
+    nothing = cases.Best(math.nan, np.zeros(0), [])
     columns = 2
     rows = -(-len(methods) // columns)
     fig, axes = plots.figure(rows, columns, height=2.2)
     image = None
     for ax, method in zip(axes.flat, methods, strict=False):
-        values = np.array([[_mean(found.get((method, k, d))) for k in chunks] for d in delays])
+        values = np.array([[found.get((method, k, d), nothing).mean(math.nan) for k in chunks] for d in delays])
         image = ax.imshow(values, origin="lower", aspect="auto", vmin=0, vmax=CHANCE, cmap="viridis")
         for (i, j), value in np.ndenumerate(values):
             if np.isfinite(value):
@@ -210,7 +195,3 @@ def _heat_maps(found: dict[tuple[str, int, int], Best], methods: list[str], chun
         ax.set_ylabel("D")
     fig.colorbar(image, ax=axes, label="loss, nats", shrink=0.6)
     return fig
-
-
-def _mean(best: Best | None) -> float:
-    return float(np.mean(best.finals)) if best is not None and len(best.finals) else float("nan")

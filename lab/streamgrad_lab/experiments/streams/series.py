@@ -2,33 +2,22 @@
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad import cells, heads
+from streamgrad import Chunk, heads
 from streamgrad._typing import Array, Int, PyTree
-from streamgrad.base import Chunk, Model
 from streamgrad_lab.experiments import plots
 from streamgrad_lab.experiments.base import Claim, Section, Table
 from streamgrad_lab.experiments.evidence import judge, mean_of, show_ratio
 from streamgrad_lab.experiments.records import show_interval
-from streamgrad_lab.experiments.streams.lanes import (
-    Best,
-    about_rates,
-    about_sizes,
-    about_times,
-    all_lanes,
-    best_of,
-    file_of,
-    paired,
-    read_cases,
-    train_lanes,
-    write_case,
-)
-from streamgrad_lab.experiments.streams.methods import for_streams, look
+from streamgrad_lab.experiments.streams import cases
+from streamgrad_lab.experiments.streams.lanes import all_lanes, parts_of, train_lanes
+from streamgrad_lab.experiments.streams.methods import look
 from streamgrad_lab.progress import Progress
 from streamgrad_lab.tasks.base import Task
 from streamgrad_lab.tasks.series import KINDS, generate, scaled
@@ -52,14 +41,14 @@ THEIRS = {
     "preuoro": "KF-RTRL",
     "rflo": "RFLO",
     "uoro": "UORO",
-    "tbptt(25)": "TBPTT, window 25",
+    "windowed_bptt(25)": "TBPTT, window 25",
 }
 # Rows of the registry that are another one here: with chunks of one step, and in a single layer.
 SAME = {"bptt": "immediate", "local_rtrl": "rtrl"}
 PROTOCOL_RATE = 1e-3
 PROTOCOL_SIZE = (64, 8, 200, 15_000)  # units, streams, steps of an episode, and in all
 TITLES = {"henon": "Henon", "mackey_glass": "Mackey-Glass", "lorenz": "Lorenz"}
-DRAWN = ("rtrl", "ok(8)", "preuoro", "uoro", "snap(1)", "tbptt(25)", "immediate")
+DRAWN = ("rtrl", "ok(8)", "preuoro", "uoro", "snap(1)", "windowed_bptt(25)", "immediate")
 THINNED = 4  # of the earlier records every fourth is kept
 WINDOW, APART, RECORDS = 200, 250, 5  # the final NMSE: so many records, so far apart, each over so many steps
 
@@ -127,22 +116,22 @@ def train(part: Series, folder: Path, progress: Progress, resume: bool, seed: in
     """Train every method on all series with all rates and seeds at once, and write a file for each."""
     del data
     task = make_task(part, seed)
-    model = Model(getattr(cells, part.cell)(task.n_in, part.hidden), task.head)
 
     def place(state: PyTree, setting: Array, its_seed: Array) -> Place:
         return state._replace(kind=setting.astype(jnp.int32), seed=(its_seed - seed).astype(jnp.int32))
 
     lanes = all_lanes(len(part.kinds), part.rates, _seeds(part, seed))
     for method in part.methods:
-        path = folder / file_of(method)
+        path = folder / cases.file_of(method)
         if resume and path.exists():
             continue
         show = functools.partial(progress, f"series, {method}")
         # Rows of 50 steps, from which the records of the protocol are made.
-        rows = train_lanes(model, task, for_streams(method, model, part.streams), lanes, part.steps, part.steps // 50,
-                           place, clip=None, show=show)  # fmt: skip
-        about = {"method": method, "cell": part.cell, "hidden": part.hidden, "streams": part.streams}
-        write_case(path, records(rows), about | {"episode": part.episode}, {"series": part.kinds})
+        rows = train_lanes(
+            *parts_of(method, part, task), lanes, part.steps, part.steps // 50, place, clip=None, show=show
+        )
+        about = cases.columns_of(part, method) | {"episode": part.episode}
+        cases.write_case(path, records(rows), about, {"series": part.kinds})
 
 
 def _seeds(part: Series, first: int) -> range:
@@ -170,7 +159,7 @@ def records(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def section(folder: Path) -> Section | None:
     """NMSE of every method on every series beside the published one, curves, and the claims."""
-    rows = read_cases(folder)
+    rows = cases.read_cases(folder)
     if not rows:
         return None
     kinds = [kind for kind in KINDS if any(row["series"] == kind for row in rows)]
@@ -178,7 +167,7 @@ def section(folder: Path) -> Section | None:
     tuned, fixed = results(rows), results(rows, PROTOCOL_RATE)
     table = Table(["method", *(f"{TITLES[k]}, rate 1e-3" for k in kinds), *(f"{TITLES[k]}, best rate" for k in kinds),
                    "published", "µs per step"], [])  # fmt: skip
-    order = sorted(methods, key=lambda m: np.mean([np.log(_mean(tuned[m, k])) for k in kinds]))
+    order = sorted(methods, key=lambda m: np.mean([np.log(tuned[m, k].mean(math.inf)) for k in kinds]))
     for method in order:
         theirs = PUBLISHED.get(THEIRS.get(method, ""), ())
         published = " / ".join(f"{x:.4f}" for x in theirs)
@@ -201,24 +190,21 @@ def section(folder: Path) -> Section | None:
     text = (
         "The next value of a chaotic series, of which one coordinate is seen, scaled to variance 1; an update at "
         f"every step by Adam, state and influence begin anew every {int(rows[0]['episode'])} steps. "
-        f"{about_sizes(rows)} NMSE: mean of the last five records, 250 steps apart, each over 200 steps; mean over "
-        f"seeds and 95% interval, with the protocol's learning rate and with the best. {about_rates(rows)} Published: "
-        "Yi and Wang 2026, Table 6, Henon / Mackey-Glass / Lorenz, at 1e-3, with 64 units, 8 streams and 15,000 "
-        "steps; their TBPTT makes one update for every window, and their RFLO has no random weights. "
-        f"{about_times(rows)} The methods are in the order of their geometric mean."
+        f"{cases.about_sizes(rows)} NMSE: mean of the last five records, 250 steps apart, each over 200 steps; mean "
+        "over seeds and 95% interval, with the protocol's learning rate and with the best. "
+        f"{cases.about_rates(rows)} Published: Yi and Wang 2026, Table 6, Henon / Mackey-Glass / Lorenz, at "
+        "1e-3, with 64 units, 8 streams and 15,000 steps; their TBPTT makes one update for every window, and their "
+        f"RFLO has no random weights. {cases.about_times(rows)} The methods are in the order of their geometric mean."
     )
-    files = [f"series/{path.name}" for path in sorted(folder.glob("*.csv"))]
+    files = cases.files_of(folder, "series")
     return Section("Chaotic series, an update at every step", fig, text, claims(rows), table, files)
 
 
-def results(rows: list[dict[str, Any]], rate: float | None = None) -> dict[tuple[str, str], Best]:
+def results(rows: list[dict[str, Any]], rate: float | None = None) -> dict[tuple[str, str], cases.Best]:
     """The best of every method on every series; with a rate, that of this rate alone."""
-    grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        mine = grouped.setdefault((row["method"], row["series"]), [])
-        if rate is None or row["rate"] == rate:
-            mine.append(row)
-    return {key: best_of(mine, "nmse", RECORDS) for key, mine in grouped.items()}
+    # With another rate a method stands as one that diverged, and is not left out.
+    tried = [row if rate in (None, row["rate"]) else row | {"nmse": math.nan} for row in rows]
+    return cases.best_by(tried, lambda row: (row["method"], row["series"]), "nmse", RECORDS)
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -241,7 +227,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     return found + [claim for kind in kinds for claim in _winner(tuned, kind)]
 
 
-def _winner(tuned: dict[tuple[str, str], Best], kind: str) -> list[Claim]:
+def _winner(tuned: dict[tuple[str, str], cases.Best], kind: str) -> list[Claim]:
     """Which method has the lowest NMSE on a series, and which are not told apart from it, seed by seed."""
     logs = {
         m: best._replace(finals=np.log(best.finals)) for (m, k), best in tuned.items() if k == kind and len(best.rows)
@@ -249,7 +235,7 @@ def _winner(tuned: dict[tuple[str, str], Best], kind: str) -> list[Claim]:
     if len(logs) < 2:
         return []
     first, *others = sorted(logs, key=lambda m: float(np.mean(logs[m].finals)))
-    more = {m: found for m in others if (found := paired(logs[m], logs[first])) is not None}
+    more = {m: found for m in others if (found := cases.paired(logs[m], logs[first])) is not None}
     near = [m for m in others if m not in more or more[m].value - more[m].half <= 0]
     detail = f"NMSE {tuned[first, kind]}, the rate in brackets. "
     if others[0] in more:
@@ -258,12 +244,8 @@ def _winner(tuned: dict[tuple[str, str], Best], kind: str) -> list[Claim]:
     return [judge(f"{TITLES[kind]}: {first} is the best of {len(logs)} methods.", more.values(), detail)]
 
 
-def _at_protocol(best: Best, rows: list[dict[str, Any]]) -> str:
+def _at_protocol(best: cases.Best, rows: list[dict[str, Any]]) -> str:
     """The NMSE with the protocol's rate, if that was tried."""
     if not any(row["rate"] == PROTOCOL_RATE for row in rows):
         return ""
     return show_interval(best.finals) if len(best.finals) else "diverged"
-
-
-def _mean(best: Best) -> float:
-    return float(np.mean(best.finals)) if len(best.finals) else float("inf")

@@ -4,30 +4,16 @@ import dataclasses
 import functools
 import itertools
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
-from streamgrad import cells
-from streamgrad.base import Model
 from streamgrad_lab.experiments import plots
 from streamgrad_lab.experiments.base import Claim, Section, Table
 from streamgrad_lab.experiments.evidence import judge
-from streamgrad_lab.experiments.streams.lanes import (
-    Best,
-    about_rates,
-    about_sizes,
-    about_times,
-    all_lanes,
-    best_of,
-    file_of,
-    paired,
-    read_cases,
-    train_lanes,
-    write_case,
-)
-from streamgrad_lab.experiments.streams.methods import for_streams, in_order, look
+from streamgrad_lab.experiments.streams import cases
+from streamgrad_lab.experiments.streams.lanes import all_lanes, parts_of, train_lanes
+from streamgrad_lab.experiments.streams.methods import in_order, look
 from streamgrad_lab.progress import Progress
 from streamgrad_lab.tasks.base import digest
 from streamgrad_lab.tasks.text import codes_of, read_text, text_task
@@ -99,22 +85,21 @@ def data_hash(part: Text, data: Path | None) -> str:
 
 def train(part: Text, folder: Path, progress: Progress, resume: bool, seed: int, data: Path | None) -> None:
     """Train every method at every K, all rates and seeds at once, and write a file for each."""
-    cases = [(length, method, folder / file_of(method, length)) for length in part.chunks for method in part.methods]
+    pairs = itertools.product(part.chunks, part.methods)
+    todo = [(length, method, folder / cases.file_of(method, length)) for length, method in pairs]
     # By chunks of one step truncated BPTT is the current step alone.
-    cases = [case for case in cases if case[:2] != (1, "tbptt") and not (resume and case[2].exists())]
-    if not cases:
+    todo = [case for case in todo if case[:2] != (1, "bptt") and not (resume and case[2].exists())]
+    if not todo:
         return
     vocabulary, codes = load(part.source, data)
     lanes = all_lanes(1, part.rates, range(seed, seed + part.seeds))
-    for length, method, path in cases:
+    for length, method, path in todo:
         task = text_task(vocabulary, codes, part.streams, length)
-        model = Model(getattr(cells, part.cell)(task.n_in, part.hidden), task.head)
         show = functools.partial(progress, f"text, {method}, chunks of {length}")
-        est = for_streams(method, model, part.streams)
-        rows = train_lanes(model, task, est, lanes, part.steps // length, part.points, show=show)
-        about = {"method": method, "chunk": length, "cell": part.cell, "hidden": part.hidden, "streams": part.streams}
+        rows = train_lanes(*parts_of(method, part, task), lanes, part.steps // length, part.points, show=show)
+        about = cases.columns_of(part, method, chunk=length)
         about |= {"source": part.source, "characters": len(codes), "device": jax.devices()[0].device_kind}
-        write_case(path, rows, about)
+        cases.write_case(path, rows, about)
 
 
 def section(folder: Path) -> Section | None:
@@ -148,37 +133,35 @@ def section(folder: Path) -> Section | None:
     axes[-1, 0].set_xlabel("characters of a stream")
     axes[-1, 1].set_xlabel("seconds")
     plots.legend_below(fig, max(axes[:, 0], key=lambda ax: len(ax.lines)), 2)
-    rows = read_cases(folder)
+    rows = cases.read_cases(folder)
     source = "Python's own documentation" if rows[0]["source"] == "python" else FILE
     text = (
         f"The next character of a text ({source}), read as streams that never begin anew but at its end. "
-        f"{about_sizes(rows)} Adam, after clipping at norm 1. Loss over the last tenth, mean over seeds and 95% "
-        f"interval, most of which is the text itself: claims compare seed by seed. {about_rates(rows)} "
-        f"{about_times(rows)}"
+        f"{cases.about_sizes(rows)} Adam, after clipping at norm 1. Loss over the last tenth, mean over seeds and 95% "
+        f"interval, most of which is the text itself: claims compare seed by seed. {cases.about_rates(rows)} "
+        f"{cases.about_times(rows)}"
     )
-    files = [f"text/{path.name}" for path in sorted(folder.glob("*.csv"))]
+    files = cases.files_of(folder, "text")
     return Section("Text, character by character", fig, text, claims(folder), table, files)
 
 
-def results(folder: Path) -> dict[tuple[str, int], Best]:
+def results(folder: Path) -> dict[tuple[str, int], cases.Best]:
     """The best of every method at every K."""
-    grouped: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in read_cases(folder):
-        grouped.setdefault((row["method"], int(row["chunk"])), []).append(row)
-    return {key: best_of(rows) for key, rows in sorted(grouped.items(), key=lambda item: item[0][1])}
+    found = cases.best_by(cases.read_cases(folder), lambda row: (row["method"], int(row["chunk"])))
+    return dict(sorted(found.items(), key=lambda item: item[0][1]))
 
 
 def claims(folder: Path) -> list[Claim]:
     """Exact methods are level with TBPTT at equal steps; what is given away by others is in the table."""
     found, made = results(folder), []
     for length in sorted({length for _, length in found}):
-        name = "tbptt" if length > 1 else "tbptt(16)"
+        name = "bptt" if length > 1 else "windowed_bptt(16)"
         for method in ("rtrl", "ok(8)"):
             best, base = found.get((method, length)), found.get((name, length))
             if best is None or base is None:
                 continue
             text = f"{method} is level with {name} on text by chunks of {length}, to {LEVEL} nats, or better."
-            more = paired(best, base)
+            more = cases.paired(best, base)
             if more is None:
                 made.append(judge(text, None, ""))
             else:
