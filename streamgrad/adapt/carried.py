@@ -1,8 +1,8 @@
 """Q_0 and α carried over from past windows, for any noisy estimator. The statistics are in `learner`.
 
-A flag in the shared state says for each chunk whether what is carried over is used. Where that is Q_0 alone, Q_0 is the
-identity until then. Where it is α as well, there are two algorithms of the same parts, the other one with GIR, and only
-the chosen one is computed: once the statistics are used, GIR's norms cost nothing.
+A flag in the shared state says for each chunk whether they are used. Q_0 alone is the identity until then. With α there
+are two algorithms of the same parts, one of them with GIR, and only the chosen one is computed: once the statistics are
+used, GIR's norms cost nothing.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad._typing import Array, PyTree
+from streamgrad._typing import PyTree
 from streamgrad.adapt.averages import CarriedShared
 from streamgrad.adapt.learner import Carry, Learner
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params
@@ -89,8 +89,7 @@ def carried(
         return usual.init(params)._replace(shared=learner.init(params))
 
     run = switched(usual, otherwise)
-    learn, uses_loss = learner.learn, usual.uses_loss
-    algorithm = Algorithm(init, run, usual.total, usual.check, learn, uses_loss=uses_loss)
+    algorithm = Algorithm(init, run, usual.total, usual.check, learner.learn, uses_loss=usual.uses_loss)
     label = f"carried({est!r}, {'window' if episode is None else 'episode'}={episode or window})"
     return estimator(est.model, algorithm, label=label)
 
@@ -106,7 +105,7 @@ def _noisy(est: GradientEstimator) -> Noisy:
 
 
 def _check(carry: Carry, noisy: Noisy) -> None:
-    """What of a choice makes no sense."""
+    """Raises ValueError if the user's choices are wrong, or do not go together."""
     episode, q0, alpha = carry.episode, carry.q0, carry.alpha
     for name, value in (("episode", episode), ("streams", carry.streams), ("least", carry.least)):
         if value is not None:
@@ -139,14 +138,11 @@ def until_ready(rescaling: Rescaling) -> Rescaling:
 
 
 def switched(usual: Algorithm, otherwise: Algorithm | None) -> Callable[..., Outcome]:
-    """Run one of two algorithms, by the flag in the shared state.
+    """`run` of an algorithm that passes the shared state through, and is one of two by a flag in it.
 
     Args:
       usual: with Q_0 and α.
       otherwise: with the identity and GIR; None where α is not carried over, and only Q_0 differs.
-
-    Returns:
-      `run` of an algorithm that passes the shared state through.
     """
 
     def run(params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Outcome:
@@ -161,7 +157,12 @@ def switched(usual: Algorithm, otherwise: Algorithm | None) -> Callable[..., Out
 
         inner = state._replace(shared=None)
         if otherwise is None:
-            shaping = jax.tree.map(lambda q: jnp.where(shared.ready, q, identity_like(q)), shared.shaping)
+            shaping = jax.tree.map(
+                lambda q: jnp.where(
+                    shared.ready, q, jnp.ones_like(q) if q.ndim == 1 else jnp.eye(len(q), dtype=q.dtype)
+                ),
+                shared.shaping,
+            )
             outcome = branch(usual, shaping)(inner)
         else:
             outcome = jax.lax.cond(shared.ready, branch(usual, shared.shaping), branch(otherwise, None), inner)
@@ -171,8 +172,3 @@ def switched(usual: Algorithm, otherwise: Algorithm | None) -> Callable[..., Out
         return outcome._replace(state=outcome.state._replace(shared=shared), info=info)
 
     return run
-
-
-def identity_like(q0: Array) -> Array:
-    """The identity as a matrix or as a diagonal."""
-    return jnp.ones_like(q0) if q0.ndim == 1 else jnp.eye(len(q0), dtype=q0.dtype)

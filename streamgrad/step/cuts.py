@@ -106,6 +106,21 @@ class Step(NamedTuple):
     unravel: Callable[[Float[Array, " N"]], PyTree]
 
 
+def over_vectors(cut: Cut, state: PyTree, z: PyTree) -> Callable[[PyTree, Array, Array, PyTree], Float[Array, " S"]]:
+    """`transition(params, state[S], dz[N], x) -> [S]`, over ravelled vectors, with z_t displaced by `dz`.
+
+    `state` and `z` give their structures.
+    """
+    unravel_state, unravel_z = ravel_pytree(state)[1], ravel_pytree(z)[1]
+
+    def transition(params: PyTree, vector: Array, dz: Array, x: PyTree) -> Float[Array, " S"]:
+        new = cut.inject(params, unravel_state(vector), x, unravel_z(dz))
+        check_same_state(state, new)
+        return ravel_pytree(new)[0].astype(vector.dtype)
+
+    return transition
+
+
 def linearise(cut: Cut, params: PyTree, state: PyTree, x: PyTree) -> Step:
     """Take one step of the network and linearise it at `cut`.
 
@@ -130,21 +145,15 @@ def linearise(cut: Cut, params: PyTree, state: PyTree, x: PyTree) -> Step:
     """
     vector, unravel_state = ravel_pytree(state)
     z, unravel_z = ravel_pytree(cut.into(params, state, x))
-    no_dz = jnp.zeros_like(z)
-
-    def transition(params: PyTree, vector: Array, dz: Array) -> Array:
-        new = cut.inject(params, unravel_state(vector), x, unravel_z(dz))
-        check_same_state(state, new)
-        return ravel_pytree(new)[0].astype(vector.dtype)
-
-    new, propagate = jax.linearize(lambda vector: transition(params, vector, no_dz), vector)
-    _, push = jax.linearize(lambda dz: transition(params, vector, dz), no_dz)
+    no_dz, transition = jnp.zeros_like(z), over_vectors(cut, state, unravel_z(z))
+    new, propagate = jax.linearize(lambda vector: transition(params, vector, no_dz, x), vector)
+    _, push = jax.linearize(lambda dz: transition(params, vector, dz, x), no_dz)
 
     def push_back(dl_dstate: Float[Array, " S"]) -> Float[Array, " N"]:
-        return jax.vjp(lambda dz: transition(params, vector, dz), no_dz)[1](dl_dstate)[0]
+        return jax.vjp(lambda dz: transition(params, vector, dz, x), no_dz)[1](dl_dstate)[0]
 
     def backprop(dl_dstate: Float[Array, " S"]) -> PyTree:
-        _, vjp = jax.vjp(lambda params: transition(params, vector, no_dz), params)
+        _, vjp = jax.vjp(lambda params: transition(params, vector, no_dz, x), params)
         return vjp(dl_dstate)[0]
 
     features = None if cut.features is None else cut.features(params, state, x)
