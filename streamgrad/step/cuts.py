@@ -17,6 +17,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Cut
 from streamgrad.checks import check_same_state
+from streamgrad.keys import drawn_shapes
 from streamgrad.step.weights import outer, rows_of
 
 
@@ -66,7 +67,7 @@ def layout(cell: Cell, cut: Cut) -> Layout:
       >>> sg.cuts.layout(cell, cell.cuts["preactivation"])
       Layout(size=20, state_size=5, rows=(5, 5, 10))
     """
-    params = jax.eval_shape(cell.init_params, jax.eval_shape(lambda: jax.random.key(0)))
+    params = drawn_shapes(cell.init_params)
     state_size = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(cell.init_state)))
     if cut.name == "state":
         rows = (state_size,)

@@ -16,12 +16,14 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Model, Params, fold_weight, widened
 from streamgrad.checks import check_at_most, check_chunk, check_own_matrices, check_params, check_size
-from streamgrad.engine.estimator import restart, transition
+from streamgrad.engine.estimator import transition
 from streamgrad.estimators.uoro_across import block_of_unit
+from streamgrad.keys import drawn_shapes
 from streamgrad.noise.groups import Groups
 from streamgrad.theory.episode import Episode
 from streamgrad.theory.objective import total_variance
 from streamgrad.theory.spatial import make_alpha
+from streamgrad.trees import restart
 
 
 def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> Episode:
@@ -49,7 +51,7 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
       ((3, 3, 8), (3, 8, 112))
     """
     check_own_matrices(model)
-    check_params(jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0))), params)
+    check_params(drawn_shapes(model.init), params)
     check_size(length=length)
     steps = check_chunk(model, chunk)
     params, chunk = widened(params), fold_weight(chunk)

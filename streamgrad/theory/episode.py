@@ -12,9 +12,10 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, Model, Params, fold_weight, widened
 from streamgrad.checks import check_chunk, check_own_matrices, check_params, check_size, find_cut
-from streamgrad.engine.estimator import restart
+from streamgrad.keys import drawn_shapes
 from streamgrad.step import cuts
 from streamgrad.theory.tape import Tape, padded_length, same_episode
+from streamgrad.trees import restart
 
 
 @jax.tree_util.register_dataclass
@@ -184,8 +185,7 @@ def collect(
 
 def _check(model: Model, params: Any, chunk: Any, cut: Any, block: Any) -> None:
     check_own_matrices(model)
-    expected = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    check_params(expected, params)
+    check_params(drawn_shapes(model.init), params)
     find_cut(model, cut)
     if cut == "params":
         raise ValueError("the variance theory is for the cuts 'preactivation' and 'state', not 'params'.")

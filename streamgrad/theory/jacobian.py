@@ -10,10 +10,10 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Model, Params, widened
 from streamgrad.checks import check_chunk, check_own_matrices, find_cut
-from streamgrad.engine.estimator import restart
 from streamgrad.step import cuts
 from streamgrad.step.cuts import linearise
 from streamgrad.theory.spatial import make_alpha
+from streamgrad.trees import restart
 
 
 class JacobianTerms(NamedTuple):

@@ -18,13 +18,13 @@ import numpy as np
 from streamgrad._typing import Array, Float
 from streamgrad.base import Chunk, Model, Params, fold_weight, real_dtype, widened
 from streamgrad.checks import check_choice, check_chunk, check_own_matrices, find_cut
-from streamgrad.engine.estimator import restart
 from streamgrad.noise.distributions import find_noise
 from streamgrad.noise.groups import Groups, make_groups
 from streamgrad.noise.rescale import balance
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step, linearise
 from streamgrad.theory.spatial import make_alpha, matrix_of_group, same_group
+from streamgrad.trees import restart
 
 
 class BNoise(NamedTuple):
