@@ -12,7 +12,7 @@ from streamgrad.checks import check_estimator, check_key, check_size
 
 
 class Empirical(NamedTuple):
-    """What was measured.
+    """A measured mean and variance.
 
     Attributes:
       mean: of the gradient estimate, like the parameters.
@@ -20,7 +20,7 @@ class Empirical(NamedTuple):
       variance: of each entry of the estimate.
       total_variance: their sum.
       total_variance_error: its standard error.
-      samples: how many keys.
+      samples: the number of keys.
     """
 
     mean: Params
@@ -35,7 +35,7 @@ class Moments(NamedTuple):
     """Moments of a number of samples, to be merged.
 
     Attributes:
-      size: how many.
+      size: the number of samples.
       mean: of x, the sample less a fixed centre.
       spread: Σ (x - mean)² of each entry.
       norm: mean of d = ‖x‖².

@@ -1,4 +1,4 @@
-"""Everything about an episode, or about a long stream, that the variance of its gradient estimate depends on."""
+"""An episode, or a long stream, as the variance of its gradient estimate depends on it."""
 
 import dataclasses
 from collections.abc import Callable

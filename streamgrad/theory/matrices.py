@@ -1,7 +1,7 @@
 """C and B: the matrices that the optimal α and the optimal Q_0 are solved from (Sections 7.1.1 and 7.1.2).
 
-Both are sums over pairs of steps (q, r). For r >= q what they need is g_{r,r}, which every episode has; pairs with
-r < q come from `Episode.fold`, the one place where it matters whether b is kept.
+Both are sums over pairs of steps (q, r). Pairs with r >= q need g_{r,r}, which every episode has; those with r < q come
+from `Episode.fold`, the one place where it matters whether b is kept.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ class PairSum(NamedTuple):
     """A sum over all pairs of steps (q, r).
 
     Attributes:
-      earlier: `earlier(q[K], r[R], g[K, R, N])`, what pairs with r < q add.
-      rest: what the pairs with r >= q add up to.
+      earlier: `earlier(q[K], r[R], g[K, R, N])`, the terms of pairs with r < q.
+      rest: the sum over the pairs with r >= q.
     """
 
     earlier: Callable[[Int[Array, " K"], Int[Array, " R"], Float[Array, "K R N"]], Array]

@@ -1,4 +1,4 @@
-"""How α, Q_0 and groups enter the variance: what C, B, V(Q) and the total variance share."""
+"""How α, Q_0 and groups enter the variance: the common part of C, B, V(Q) and the total variance."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ class Spatial(NamedTuple):
     """The spatial side of a noise, Q_0 and groups, ready for use.
 
     Attributes:
-      partition: to which group each entry of z belongs.
+      partition: the groups of the entries of z.
       q0: Q_0, `[N, N]`, `[N]` or None for the identity.
       inverse: Q_0^{-1}, of the same shape.
     """
