@@ -192,7 +192,7 @@ def check_own_state(expected: EstimatorState, state: EstimatorState) -> None:
 
 
 def find_cut(model: Model, name: Any) -> Cut:
-    """The cut of that name. Raises ValueError if there is no such cut, or the model's cell has not got it."""
+    """The cut of that name. Raises ValueError if there is none, or the model's cell does not have it."""
     check_model(model)
     check_choice("cut", name, CUT_NAMES)
     if name not in model.cell.cuts:

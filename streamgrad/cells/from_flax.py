@@ -159,7 +159,7 @@ def _linen(
 
 
 def _pair(name: str, result: Any) -> tuple[PyTree, PyTree]:
-    """What a cell of Flax returns: its carry and its output."""
+    """The carry and the output that a cell of Flax returns."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(f"{name} must return (carry, y), but it returns {kind_of(result)}")
     return result

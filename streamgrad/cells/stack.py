@@ -90,7 +90,7 @@ def _of_worked(cells: tuple[Cell, ...]) -> Cell:
     """A stack with layers whose form for the estimators differs from the user's."""
     worked = [cell.worked for cell in cells]
     inner = stack(*(cell if form is None else form.cell for cell, form in zip(cells, worked, strict=True)))
-    # The user's form, of which only the step and the initial values are used.
+    # The user's form; only its step and its initial values are used.
     plain = stack(*(cell._replace(worked=None, cuts={}) for cell in cells))
 
     def weights(params: PyTree) -> PyTree:
