@@ -25,7 +25,7 @@ from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Model, Params
 from streamgrad.noise.groups import Groups
 from streamgrad.step.cuts import over_vectors
-from streamgrad.theory.spatial import Spatial, group_norms, row_squares, same_group
+from streamgrad.theory.spatial import Spatial, feature_squares, group_norms, same_group
 from streamgrad.theory.tape import same_episode
 
 
@@ -101,7 +101,7 @@ def go_back(
         assert cut.features is not None
         return tuple(jax.tree.leaves(cut.features(params.cell, unravel_state(vector), x)))
 
-    squares = row_squares(jax.vmap(features)(window.before, window.inputs), groups.rows)
+    squares = feature_squares(jax.vmap(features)(window.before, window.inputs), groups.rows)
     length = jnp.asarray(size if length is None else length, no_dz.dtype)
     row = jnp.where((numbers < start)[:, None], dz[:, 1], 0)
     return Back(dz[:, 0], row, start, length, group_norms(squares, groups), jnp.cumsum(window.reset))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float, Int
 from streamgrad.theory.episode import Episode
-from streamgrad.theory.spatial import Spatial, group_norms, make_alpha, row_squares, same_group, spatial_of
+from streamgrad.theory.spatial import Spatial, feature_squares, group_norms, make_alpha, same_group, spatial_of
 
 
 class PairSum(NamedTuple):
@@ -39,7 +39,7 @@ def add_up(ep: Episode, *sums: PairSum) -> tuple[Array, ...]:
 def row_weights(ep: Episode, spatial: Spatial) -> Float[Array, "T N"]:
     """‖(Q_0^{-1} J_q)_k‖² for every step q and entry k."""
     if ep.jacobian is None:
-        return spatial.row_weights(row_squares(ep.all_features, ep.rows))
+        return spatial.row_weights(feature_squares(ep.all_features, ep.rows))
     if spatial.inverse is None:
         shaped = ep.jacobian
     elif spatial.inverse.ndim == 1:
@@ -128,7 +128,7 @@ def b_matrix(ep: Episode, alpha: Any = None, groups: int = 1) -> Float[Array, "N
         )
     partition = spatial_of(ep, None, groups).partition
     alpha = make_alpha(alpha, ep.length, ep.dtype, partition)
-    norms = group_norms(row_squares(ep.all_features, ep.rows), partition)
+    norms = group_norms(feature_squares(ep.all_features, ep.rows), partition)
     roots = jnp.sqrt(norms)
 
     def square(scale: Float[Array, "*any G"], g: Float[Array, "*any N"]) -> Float[Array, "N N"]:

@@ -126,7 +126,7 @@ def matrix_of_group(partition: Groups) -> np.ndarray:
     return matrix_of_row(partition.rows)[np.unique(partition.index, return_index=True)[1]]
 
 
-def row_squares(features: tuple[Float[Array, "T _"], ...], rows: tuple[int, ...]) -> Float[Array, "T N"]:
+def feature_squares(features: tuple[Float[Array, "T _"], ...], rows: tuple[int, ...]) -> Float[Array, "T N"]:
     """The diagonal of J_t J_t^T: ‖a_t‖² of the weight matrix that each entry of z belongs to."""
     norms = jnp.stack([jnp.sum(a**2, axis=1) for a in features], axis=1)
     return norms[:, matrix_of_row(rows)]
