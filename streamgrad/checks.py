@@ -1,4 +1,4 @@
-"""What is wrong with the caller's input, in one sentence, before anything is traced.
+"""Checks of the caller's input before anything is traced; an error is one sentence.
 
 Checks look at Python values, shapes and dtypes, so that they also work on traced arrays and cost microseconds. Only
 `check_values` looks at numbers, and only where they are on the host already: it never waits for an accelerator. All of
@@ -17,6 +17,7 @@ import numpy as np
 from streamgrad._typing import PyTree
 from streamgrad.base import CUT_NAMES, Cell, Chunk, Cut, EstimatorState, GradientEstimator, Model, Params, worked
 from streamgrad.keys import check_key as check_key
+from streamgrad.keys import drawn_shapes
 from streamgrad.trees import (
     check_inputs,
     check_like,
@@ -49,7 +50,7 @@ def check_size(least: int = 1, **sizes: Any) -> None:
 
 
 def check_at_most(name: str, value: int, most: int, what: str) -> None:
-    """`value` is at most `most`, which is `what`."""
+    """`value` is at most `most`; `what` explains that limit."""
     if value > most:
         raise ValueError(f"{name} must be at most {most}, {what}, not {value}.")
 
@@ -82,7 +83,7 @@ def check_callable(**functions: Any) -> None:
 
 
 def accepts(function: Callable[..., Any], *arguments: str) -> bool:
-    """Whether `function` can be called with so many arguments; yes where Python cannot tell."""
+    """Whether `function` can be called with these arguments; yes where Python cannot tell."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:
@@ -121,26 +122,21 @@ def check_estimator(est: Any) -> None:
 
 
 def check_cell(step: Any, init_params: Any, init_state: Any, output: Any, first: str = "params") -> PyTree:
-    """The functions of a cell fit together; returns shapes and dtypes of its parameters.
-
-    `first` is what the step's first argument is called.
-    """
+    """The functions of a cell fit together, with `first` as the step's first argument; returns its params' shapes."""
     check_arguments("step", step, first, "state", "x")
     check_arguments("init_params", init_params, "key")
     check_arguments("init_state", init_state)
     check_arguments("output", output, "state")
     state = jax.eval_shape(init_state)
     if not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(state)):
-        raise ValueError(
-            "state must have an array of floating-point numbers in it, for there is nothing to learn else."
-        )
+        raise ValueError("state must have an array of floating-point numbers in it, else there is nothing to learn.")
     read = jax.eval_shape(output, state)
     if not hasattr(read, "shape") or len(read.shape) != 1:
         got = f"shape {read.shape}" if hasattr(read, "shape") else kind_of(read)
         raise ValueError(f"output must return one vector for the head to read, not {got}.")
     if not is_real(read.dtype):
         raise ValueError(f"output must return real numbers for the head to read, not {read.dtype}.")
-    params = jax.eval_shape(init_params, jax.eval_shape(lambda: jax.random.key(0)))
+    params = drawn_shapes(init_params)
     check_numbers("params", params)
     return params
 
@@ -162,9 +158,9 @@ def check_state(state: Any) -> None:
 
 
 def check_own_state(expected: EstimatorState, state: EstimatorState) -> None:
-    """`state` is like `expected`, what the estimator's own `init(params)` returns for these parameters.
+    """`state` is like `expected`, the estimator's own `init(params)` for these parameters.
 
-    Of what the streams share only the type counts: Q_0 and α may be replaced by others.
+    Of the shared part only the type counts: Q_0 and α may be replaced by others.
     """
     check_like("state.cell", expected.cell, state.cell, "the cell's state")
     for part in ("memory", "shared"):
@@ -187,11 +183,11 @@ def check_own_state(expected: EstimatorState, state: EstimatorState) -> None:
 
 
 def find_cut(model: Model, name: Any) -> Cut:
-    """The cut of that name; it must exist, and the model's cell must have it."""
+    """The cut of that name. Raises ValueError if there is none, or the model's cell does not have it."""
     check_choice("cut", name, CUT_NAMES)
     if name not in model.cell.cuts:
         has = ", ".join(repr(cut) for cut in CUT_NAMES if cut in model.cell.cuts)
-        way_out = f"choose one of {has} where the estimator leaves a choice, or one that needs no cut, such as rtrl"
+        way_out = f"choose one of {has} where the estimator leaves a choice, or an estimator that needs no cut"
         if model.cell.example_input is None and name == "preactivation":
             way_out = f"give cells.from_function an example_input, with which its weights are found, or {way_out}"
         raise ValueError(f"this cell has no cut {name!r}: {way_out}.")
@@ -243,7 +239,7 @@ def _device_memory() -> int | None:
 
 
 def check_batch(state: Any, chunk: Any, batch_size: int, memories: int) -> None:
-    """The chunk and the cell's state have a leading axis for so many streams, the memory one for so many of them."""
+    """Chunk and cell state have a leading axis for `batch_size` streams, the memory one for `memories` of them."""
     if not isinstance(chunk, Chunk):
         raise ValueError(f"chunk must be a streamgrad.Chunk, not {kind_of(chunk)}.")
     size = leading_length(chunk, "the batch")
@@ -263,7 +259,7 @@ def check_batch(state: Any, chunk: Any, batch_size: int, memories: int) -> None:
 
 
 def check_values(model: Model, chunk: Chunk) -> None:
-    """The numbers of a chunk are ones that the cell and the head can take, as far as they can be read at no cost.
+    """Cell and head can take the numbers of a chunk, as far as these can be read at no cost.
 
     Elsewhere, as on an accelerator, a class out of range makes the loss NaN. Where the weight is 0 the target may be
     anything.

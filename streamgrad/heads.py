@@ -33,8 +33,8 @@ def softmax(n_classes: int) -> Head:
     """
     check_size(least=2, n_classes=n_classes)
 
-    def loss(params: PyTree, output: Array, target: Array) -> Array:
-        log_p = jax.nn.log_softmax(_affine(params, output))
+    def loss(logits: Array, target: Array) -> Array:
+        log_p = jax.nn.log_softmax(logits)
         known = (target >= 0) & (target < n_classes)
         return jnp.where(known, -log_p[jnp.clip(target, 0, n_classes - 1)], jnp.nan)
 
@@ -44,10 +44,7 @@ def softmax(n_classes: int) -> Head:
     def check_values(targets: np.ndarray) -> None:
         _check_range("softmax", targets, 0, n_classes - 1, f"classes, whole numbers from 0 to {n_classes - 1}")
 
-    def predict(params: PyTree, output: Array) -> Float[Array, " n"]:
-        return jax.nn.softmax(_affine(params, output))
-
-    return Head(lambda key, width: _init(key, n_classes, width), loss, check_target, check_values, predict)
+    return _of_logits(n_classes, loss, check_target, check_values, jax.nn.softmax)
 
 
 def bernoulli(n: int) -> Head:
@@ -71,8 +68,7 @@ def bernoulli(n: int) -> Head:
     """
     check_size(n=n)
 
-    def loss(params: PyTree, output: Array, target: Array) -> Array:
-        logits = _affine(params, output)
+    def loss(logits: Array, target: Array) -> Array:
         return jnp.sum(jax.nn.softplus(logits) - jnp.asarray(target, logits.dtype) * logits)
 
     def check_target(target: PyTree) -> None:
@@ -81,10 +77,7 @@ def bernoulli(n: int) -> Head:
     def check_values(targets: np.ndarray) -> None:
         _check_range("bernoulli", targets, 0, 1, "numbers between 0 and 1")
 
-    def predict(params: PyTree, output: Array) -> Float[Array, " n"]:
-        return jax.nn.sigmoid(_affine(params, output))
-
-    return Head(lambda key, width: _init(key, n, width), loss, check_target, check_values, predict)
+    return _of_logits(n, loss, check_target, check_values, jax.nn.sigmoid)
 
 
 def squared_error(n: int) -> Head:
@@ -107,8 +100,7 @@ def squared_error(n: int) -> Head:
     """
     check_size(n=n)
 
-    def loss(params: PyTree, output: Array, target: Array) -> Array:
-        prediction = _affine(params, output)
+    def loss(prediction: Array, target: Array) -> Array:
         return 0.5 * jnp.sum((prediction - jnp.asarray(target, prediction.dtype)) ** 2)
 
     def check_target(target: PyTree) -> None:
@@ -118,7 +110,7 @@ def squared_error(n: int) -> Head:
         limits = np.finfo(np.float64)
         _check_range("squared_error", targets, limits.min, limits.max, "finite numbers")
 
-    return Head(lambda key, width: _init(key, n, width), loss, check_target, check_values, _affine)
+    return _of_logits(n, loss, check_target, check_values, lambda prediction: prediction)
 
 
 def from_function(
@@ -167,14 +159,30 @@ def from_function(
     return Head(lambda key, width: init_params(key), one_number, **predicts)
 
 
-def _init(key: Array, n: int, width: int) -> PyTree:
-    return {"w": jax.random.normal(key, (n, width)) / jnp.sqrt(width), "b": jnp.zeros(n)}
+def _of_logits(
+    n: int,
+    loss: Callable[[Array, Array], Array],
+    check_target: Callable[[PyTree], None],
+    check_values: Callable[[np.ndarray], None],
+    link: Callable[[Array], Array],
+) -> Head:
+    """A head over logits w y + b, `[n]`, with `loss(logits, target)`; it predicts `link(logits)`."""
 
+    def init_params(key: Array, width: int) -> PyTree:
+        return {"w": jax.random.normal(key, (n, width)) / jnp.sqrt(width), "b": jnp.zeros(n)}
 
-def _affine(params: PyTree, output: Float[Array, " width"]) -> Float[Array, " n"]:
-    dtype = work_dtype((params, output))  # what cell and head have may differ
-    w, y, b = (jnp.asarray(x, dtype) for x in (params["w"], output, params["b"]))
-    return w @ y + b
+    def logits(params: PyTree, output: Float[Array, " width"]) -> Float[Array, " n"]:
+        dtype = work_dtype((params, output))  # that of cell and head may differ
+        w, y, b = (jnp.asarray(x, dtype) for x in (params["w"], output, params["b"]))
+        return w @ y + b
+
+    return Head(
+        init_params,
+        lambda params, output, target: loss(logits(params, output), target),
+        check_target,
+        check_values,
+        lambda params, output: link(logits(params, output)),
+    )
 
 
 def _check(head: str, target: PyTree, shape: tuple[int, ...], kind: type | None, what: str) -> None:

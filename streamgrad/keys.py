@@ -1,5 +1,6 @@
 """PRNG keys: new-style (`jax.random.key`) and old-style (`jax.random.PRNGKey`), one of them or one for each stream."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,12 +36,17 @@ def check_keys(key: Any, batch_size: int) -> None:
 
 
 def one_key_per_stream(key: Any, batch_size: int) -> Any:
-    """Split a single key; pass on what is one for each stream already; None stays None.
+    """Split a single key; one for each stream is passed on, and so is None.
 
     Inside of a compiled program: to split it outside takes longer than a small update itself.
     """
     check_keys(key, batch_size)
     return jax.random.split(key, batch_size) if is_single_key(key) else key
+
+
+def drawn_shapes(init: Callable[[Any], Any]) -> Any:
+    """Shapes and dtypes of `init(key)`, found without computing anything."""
+    return jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def _typed(key: Any) -> bool:

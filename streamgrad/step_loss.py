@@ -1,7 +1,6 @@
-"""What may stand around the target of a step, for `Model.loss` to find.
+"""The loss of one step, by its target: a plain one, one with a weight, or a gradient in place of it.
 
-Estimators pass targets on as they are, whatever is in them. So what is known of the loss at a step travels with its
-target, and one function looks at it.
+Estimators pass targets on unread, so that a weight or a gradient travels with the target to the loss.
 """
 
 from collections.abc import Callable

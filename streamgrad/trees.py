@@ -1,6 +1,6 @@
-"""Trees of arrays: what is wrong with one, in one sentence, and what episodes do to the state of a network.
+"""Trees of arrays: checks of them, which raise ValueError, and resets of a network's state.
 
-These know of no record of the library, so that the records may use them. They raise ValueError.
+They know of no record of the library, so that the records may use them.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from streamgrad._typing import Array, Bool, PyTree
 def once_per_shape(check: Callable[..., None]) -> Callable[..., None]:
     """A check that looks at structures, shapes and dtypes alone, done once for each combination of them.
 
-    A training loop calls with the same ones again and again: what was right once is told by a look into a set.
+    A training loop calls with the same ones again and again: a look into a set then is enough.
     """
     passed = set()
 
@@ -39,7 +39,7 @@ def check_real(name: str, tree: PyTree) -> None:
 
 def check_numbers(name: str, tree: PyTree) -> None:
     """Every leaf of `tree` is an array of numbers that can be differentiated, real or complex, and there is one."""
-    hint = ": what is not learnt belongs into the step itself, or into the state"
+    hint = ": numbers that are not learnt belong into the step itself, or into the state"
     _check_kind(name, tree, jnp.inexact, "floating-point numbers", hint)
 
 
@@ -128,8 +128,8 @@ def _on_host(leaf: Any) -> bool:
         return True
     if not isinstance(leaf, jax.Array) or is_traced(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
-    local = leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
-    return local and leaf.is_ready()  # pyright: ignore[reportAttributeAccessIssue], which JAX does not declare
+    here = leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
+    return here and leaf.is_ready()  # pyright: ignore[reportAttributeAccessIssue], which JAX does not declare
 
 
 def one_step(tree: PyTree) -> PyTree:
@@ -148,7 +148,7 @@ def is_real(dtype: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in a few words."""
+    """The kind of a value, in a few words."""
     if value is None:
         return "None"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
@@ -157,7 +157,7 @@ def kind_of(value: Any) -> str:
 
 
 def paths_of(tree: PyTree) -> list[str]:
-    """Where each leaf of a tree is, as one would write it behind the tree's name."""
+    """The path of each leaf of a tree, as one would write it behind the tree's name."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
@@ -195,7 +195,7 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 
 
 def finite_streams(tree: PyTree, count: int) -> Bool[Array, " count"]:
-    """The same for each of `count` streams; arrays with fewer of them are those of the first few.
+    """Whether all numbers of each of `count` streams are finite; arrays with fewer streams are those of the first.
 
     Example:
       >>> import jax.numpy as jnp
@@ -214,13 +214,13 @@ def _inexact(tree: PyTree) -> list[Array]:
 
 
 def same_dtype(new: PyTree, state: PyTree) -> PyTree:
-    """A new state in the dtypes of the old; says so where the cell has changed its structure or shapes."""
+    """A new state in the dtypes of the old. Raises ValueError if its structure or shapes are others."""
     check_same_state(state, new)
     return jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)
 
 
 def _difference(name: str, expected: PyTree, tree: PyTree) -> str:
-    """What distinguishes the structure of `tree` from that of `expected`."""
+    """The difference between the structures of `tree` and `expected`, in words."""
     wanted, found = paths_of(expected), paths_of(tree)
     missing = _few([name + path for path in wanted if path not in found])
     extra = _few([name + path for path in found if path not in wanted])

@@ -98,8 +98,7 @@ def _makers(
             continue
         for changed in ({}, *row.variants):
             named = {**row.options, **changed}
-            # Noise that enters once per chunk is on the state, whatever the cut.
-            where = {"cut": cut} if cut and named.get("inside") != "backprop" else {}
+            where = {"cut": cut} if cut else {}
             if changed and changed.items() <= where.items():
                 continue  # that is where it cuts anyway
             try:
@@ -130,7 +129,7 @@ def _candidate(
     hindsight: bool = False,
 ) -> Candidate:
     """An estimator of the registry with what these options make of its promise."""
-    noisy = row.promise.startswith("unbiased")
+    noisy = row.noisy
     shrink = options.get("shrink", 1)
     promise = row.promise if shrink == 1 else "biased"
     least = 2 if shrink == "auto" else 1  # it looks at the spread over streams

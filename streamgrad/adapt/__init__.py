@@ -1,4 +1,4 @@
-"""What is carried over from past windows to the next: Q_0 and α of a noisy estimator."""
+"""Q_0 and α of a noisy estimator, carried over from past windows to the next."""
 
 from streamgrad.adapt.carried import carried
 

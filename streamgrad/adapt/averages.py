@@ -1,4 +1,4 @@
-"""What is carried over from window to window, and how Q_0 and α are solved from it."""
+"""The averages carried over from window to window, and Q_0 and α solved from them."""
 
 from typing import NamedTuple
 
@@ -20,14 +20,14 @@ _TOLERANCE = 1e-3
 
 
 class Averages(NamedTuple):
-    """Exponential averages over windows, not yet divided by their weights; None where they are not needed.
+    """Exponential averages over windows, not yet divided by their weight; None where they are not needed.
 
     Attributes:
-      weight: what a window that is 1 has added up to.
+      weight: the average of 1.
       b: B, `[N, N]` or its diagonal `[N]`.
-      c: for episodes C over positions, its rows below the diagonal as often as they were seen.
-      visits: how often, for each position.
-      steps: how many steps a window has at each position.
+      c: for episodes C over positions; below the diagonal each row as often as it was sampled.
+      visits: the samples of each position's row.
+      steps: the steps of a window at each position.
     """
 
     weight: Float[Array, ""]
@@ -38,11 +38,11 @@ class Averages(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """The window that is being filled, one for each stream that is watched; on several devices, for those of each.
+    """A window that is being filled, one for each watched stream; on several devices, for those of each.
 
     Attributes:
       steps: the `Window` of the steps so far, and their γ and β, `[streams, W, 2, G]`.
-      filled: how many.
+      filled: the number of steps so far.
     """
 
     steps: PerDevice
@@ -50,16 +50,16 @@ class Gathered(NamedTuple):
 
 
 class CarriedShared(NamedTuple):
-    """What all streams have in common; a plain pytree, so that it is saved with everything else.
+    """The state that all streams share; a plain pytree, so that it is saved with everything else.
 
     Attributes:
       shaping: Q_0 and its inverse, or None.
       alpha: for episodes α of each position, `[L, G]`, or None.
       ready: whether the next chunk uses them, or the identity and GIR.
       solved: whether they make sense.
-      windows: how many windows there have been.
-      passes: how many reverse passes the averages are made of.
-      averages: what Q_0 and α are solved from.
+      windows: the number of windows so far.
+      passes: the number of reverse passes in the averages.
+      averages: of B and C.
       gathered: for streams, the window that is being filled.
     """
 
@@ -74,16 +74,7 @@ class CarriedShared(NamedTuple):
 
 
 def solve(groups: Groups, damping: float, shared: CarriedShared) -> CarriedShared:
-    """Solve for Q_0 and α; where that makes no sense they stay, and `solved` says so.
-
-    Args:
-      groups: the partition of the preactivations.
-      damping: of Q_0.
-      shared: with the averages.
-
-    Returns:
-      The same with what was found.
-    """
+    """Solve for Q_0 and α; where the solution makes no sense they stay, and `solved` is False."""
     averages = shared.averages
     weight = jnp.where(averages.weight > 0, averages.weight, 1)
     good = averages.weight > 0
@@ -95,22 +86,13 @@ def solve(groups: Groups, damping: float, shared: CarriedShared) -> CarriedShare
         alpha, sound = solve_alpha(averages, weight)
         good &= sound
     good &= all_finite((shaping, alpha))
-    kept = (shared.shaping, shared.alpha)
-    shaping, alpha = jax.tree.map(lambda new, old: jnp.where(good, new, old), (shaping, alpha), kept)
+    old = (shared.shaping, shared.alpha)
+    shaping, alpha = jax.tree.map(lambda new, old: jnp.where(good, new, old), (shaping, alpha), old)
     return shared._replace(shaping=shaping, alpha=alpha, solved=good)
 
 
 def solve_q0(groups: Groups, damping: float, b: Array) -> tuple[Shaping, Bool[Array, ""]]:
-    """Q_0 for B, or for its diagonal, with its inverse; and whether every group has a B.
-
-    Args:
-      groups: the partition of the preactivations.
-      damping: how much of a group's mean eigenvalue is added to all of them.
-      b: `[N, N]` or `[N]`.
-
-    Returns:
-      The pair, with the same trace of Q_0 Q_0^T and of its inverse in every group.
-    """
+    """Q_0 and its inverse, from B `[N, N]` or its diagonal `[N]`; and whether B is non-zero in every group."""
     mine = jnp.asarray(same_group(groups), b.dtype)
     trace = mine @ (b if b.ndim == 1 else jnp.diagonal(b))
     if b.ndim == 1:
@@ -122,8 +104,8 @@ def solve_q0(groups: Groups, damping: float, b: Array) -> tuple[Shaping, Bool[Ar
         q0 = optimal_q0(b, damping, groups.index)
         inverse = jnp.where(same_group(groups), jnp.linalg.inv(q0), 0)
         squares, inverse_squares = jnp.sum(q0**2, axis=1), jnp.sum(inverse**2, axis=1)
-    # Q_0's scale is α's. With equal traces of Q_0 Q_0^T and its inverse, a new Q_0 does not shift the balance
-    # between what the stream has gathered and what it adds; the identity has them, too.
+    # Q_0's scale is α's. With equal traces of Q_0 Q_0^T and its inverse, as the identity has them, a new Q_0 does not
+    # shift the balance between past and present.
     scale = (mine @ inverse_squares / (mine @ squares)) ** 0.25
     if b.ndim == 2:
         scale = scale[:, None]
@@ -134,7 +116,7 @@ def solve_alpha(averages: Averages, weight: Array) -> tuple[Array, Bool[Array, "
     """α for every position and group, `[L, G]`; and whether rows and columns of C have been balanced."""
     assert averages.c is not None and averages.visits is not None and averages.steps is not None
     visited = averages.visits > 0
-    # Above the diagonal each window adds all; below, a row as often as it was visited, to be scaled to its due.
+    # Above the diagonal each window adds all; below, a row as often as it was sampled, which `due` makes up for.
     due = jnp.where(visited, averages.steps / weight / jnp.where(visited, averages.visits, 1), 0)
     upper = np.triu(np.ones(averages.c.shape[:2], bool))[:, :, None]
     c = averages.c * jnp.where(upper, 1 / weight, due[:, None, None])

@@ -103,14 +103,14 @@ def _noisy(est: GradientEstimator) -> Noisy:
     check_estimator(est)
     if not isinstance(est, Engine) or est.method.noisy is None:
         raise ValueError(
-            "carried needs uoro at the preactivations or preuoro, for one stream, with q0 and rescale left as they "
-            f"are, since it chooses Q_0 and alpha by itself, not {est!r}: batched and monitored go around it."
+            "carried needs an estimator with noise at the preactivations, for one stream, with q0 and rescale left as "
+            f"they are, since it chooses Q_0 and alpha by itself, not {est!r}: batched and monitored go around it."
         )
     return est.method.noisy
 
 
 def _check(carry: Carry, noisy: Noisy) -> None:
-    """What of a choice makes no sense."""
+    """Raises ValueError if the user's choices are wrong, or do not go together."""
     episode, q0, alpha = carry.episode, carry.q0, carry.alpha
     for name, value in (("episode", episode), ("streams", carry.streams), ("least", carry.least)):
         if value is not None:
@@ -124,11 +124,11 @@ def _check(carry: Carry, noisy: Noisy) -> None:
     if alpha == "optimal" and episode is None:
         raise ValueError("alpha='optimal' has a value for each position in an episode: give episode, or alpha='gir'.")
     if not noisy.shaped and episode is None:
-        raise ValueError("preuoro has no Q_0, and alpha can be carried over for episodes alone: give episode.")
+        raise ValueError("this estimator has no Q_0, and alpha can be carried over for episodes alone: give episode.")
     if q0 == "none" and alpha != "optimal":
         raise ValueError(f"with q0='none' and alpha={alpha!r} there is nothing to carry over: use rescale={alpha!r}.")
     if not noisy.shaped and q0 != "none":
-        raise ValueError("preuoro has no spatial noise for a q0 to shape: leave q0 as it is.")
+        raise ValueError("this estimator has no spatial noise for a q0 to shape: leave q0 as it is.")
 
 
 def until_ready(rescaling: Rescaling) -> Rescaling:

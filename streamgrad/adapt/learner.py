@@ -1,7 +1,7 @@
-"""What past windows tell: statistics gathered while streams run, and Q_0 and α solved from them.
+"""Statistics of past windows, gathered while streams run, and Q_0 and α solved from them.
 
-After each update `learn` looks back over a window of the streams it watches. What it finds is not used before the next
-window; which stream is watched, and from which step the reverse pass starts, go by turns.
+After each update `learn` looks back over a window of the streams it watches. Its statistics are not used before the
+next window. The watched stream, and the step from which the reverse pass starts, go by turns.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import total_log_alpha
 from streamgrad.noise.shaping import Shaping
 from streamgrad.step import cuts
-from streamgrad.theory.spatial import Spatial
+from streamgrad.theory.spatial import with_shaping
 from streamgrad.trees import cleared, finite_streams
 
 # An α that is carried over does not look at the two factors. A tangent this many times as large as GIR would make it,
@@ -33,7 +33,7 @@ _LARGEST_IMBALANCE = 100.0
 
 @dataclasses.dataclass(frozen=True)
 class Carry:
-    """What a user chooses; see `carried`, which checks it."""
+    """The user's choices, checked by `carried`."""
 
     episode: int | None
     window: int
@@ -47,7 +47,7 @@ class Carry:
 
     @property
     def passes(self) -> int:
-        """How many reverse passes must have been made before their averages are used."""
+        """The number of reverse passes before their averages are used."""
         if self.least is not None:
             return self.least
         return 16 if self.episode is None else max(16, self.episode)
@@ -55,12 +55,12 @@ class Carry:
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """The statistics at the beginning, `init(params)`, and what each update adds to them, `learn`.
+    """The statistics at the beginning, `init(params)`, and after each update, `learn`.
 
     Attributes:
       model: the model, with preactivations.
       groups: the partition of its preactivations; each group has its own block of Q_0 and its own α.
-      carry: the user's choice.
+      carry: the user's choices.
     """
 
     model: Model
@@ -78,12 +78,8 @@ class Learner:
 
     def init(self, params: Params) -> CarriedShared:
         """Nothing is known yet: the identity, and an α of 1."""
-        dtype, size, count, length = (
-            real_dtype(params.cell),
-            len(self.groups.index),
-            self.groups.count,
-            self.carry.episode,
-        )
+        dtype, size = real_dtype(params.cell), len(self.groups.index)
+        count, length = self.groups.count, self.carry.episode
         averages, alpha, shaping, gathered = Averages(jnp.zeros((), dtype)), None, None, None
         if self.carry.q0 != "none":
             one = jnp.eye(size, dtype=dtype) if self.carry.q0 == "full" else jnp.ones(size, dtype)
@@ -101,29 +97,26 @@ class Learner:
 
     def _empty_window(self, dtype: Any, watched: int) -> Gathered:
         steps = (watched, self.carry.window)
-        inputs = jax.tree.map(
-            lambda x: jnp.zeros((*steps, *x.shape), _stored(x.dtype, dtype)), self.model.cell.example_input
-        )
+
+        def zeros(x: Any) -> Array:
+            return jnp.zeros((*steps, *x.shape), dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+
+        inputs = jax.tree.map(zeros, self.model.cell.example_input)
         state_size = cuts.layout(self.model.cell, self.model.cell.cuts["preactivation"]).state_size
         vectors = jnp.zeros((*steps, state_size), dtype)
         window = Window(vectors, inputs, vectors, jnp.zeros(steps, bool))
         scales = jnp.ones((*steps, 2, self.groups.count), dtype)
         return Gathered(PerDevice((window, scales)), jnp.zeros((), jnp.int32))
 
-    def _spatial(self, shaping: Shaping | None) -> Spatial:
-        return (
-            Spatial(self.groups, None, None) if shaping is None else Spatial(self.groups, shaping.q0, shaping.inverse)
-        )
-
     def _log_alpha_of(self, shared: CarriedShared, scales: Float[Array, "T 2 G"], position: Array | None) -> Array:
-        """log α of a window: what is carried over, or what the estimator used."""
+        """log α of a window: carried over, or the estimator's own."""
         if not self.optimal:
             return total_log_alpha(scales[:, 0], scales[:, 1])
         assert shared.alpha is not None and position is not None
         return jnp.log(shared.alpha)[position]
 
     def _statistics(self, params: Params, shared: CarriedShared, turn: Array, filled: Any, watched: tuple) -> Averages:
-        """What one window of one stream adds."""
+        """The statistics of one window of one stream."""
         window, scales, position = watched
         log_alpha = self._log_alpha_of(shared, scales, position)
         found = Averages(jnp.ones((), log_alpha.dtype))
@@ -134,7 +127,7 @@ class Learner:
 
     def _by_position(self, found: Averages, shared: CarriedShared, back: Back, position: Int[Array, " T"]) -> Averages:
         assert self.carry.episode is not None
-        c = estimate_c(self._spatial(shared.shaping), back)
+        c = estimate_c(with_shaping(self.groups, shared.shaping), back)
         at = position[back.start]
         total = jnp.zeros((self.carry.episode, self.carry.episode, self.groups.count), c.row.dtype)
         total = total.at[position[:, None], position[None, :]].add(c.known)
@@ -154,21 +147,19 @@ class Learner:
         finite = finite_streams(found, own)
         found, share = devices.mean(_mean_of((found, finite.astype(found.weight.dtype)), finite))
         good = share > 0
-        averages = jax.tree.map(
-            lambda old, new: jnp.where(
-                good, self.carry.decay * old + (1 - self.carry.decay) * (new / jnp.where(good, share, 1)), old
-            ),
-            shared.averages,
-            found,
-        )
+
+        def average(old: Array, new: Array) -> Array:
+            new = new / jnp.where(good, share, 1)
+            return jnp.where(good, self.carry.decay * old + (1 - self.carry.decay) * new, old)
+
+        averages = jax.tree.map(average, shared.averages, found)
         seen = jnp.round(many * share).astype(shared.passes.dtype)
         windows, passes = shared.windows + 1, jnp.minimum(shared.passes + seen, 1 << 20)
         shared = shared._replace(averages=averages, windows=windows, passes=passes)
         old_enough = passes >= self.carry.passes
         due = old_enough & ((windows % self.carry.refresh == 0) | (passes < self.carry.passes + many))
-        return jax.lax.cond(
-            due, functools.partial(solve, self.groups, self.carry.damping), lambda shared: shared, shared
-        )
+        solved = functools.partial(solve, self.groups, self.carry.damping)
+        return jax.lax.cond(due, solved, lambda shared: shared, shared)
 
     def learn(
         self, params: Params, before: EstimatorState, outcome: Outcome, chunk: Chunk, devices: Devices
@@ -183,22 +174,21 @@ class Learner:
         many = min(self.carry.streams or batch, batch)
         which = (shared.windows % batch * many + jnp.arange(many, dtype=jnp.int32)) % batch
 
-        def take(tree: PyTree) -> PyTree:
+        def watched(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: leaf[which], tree)
 
         reset = jnp.zeros((many, steps), bool) if chunk.reset is None else chunk.reset[which]
         fresh = ravel_pytree(self.model.init_state(params))[0]
-        first = jax.vmap(lambda cell: ravel_pytree(cell)[0])(take(before.cell))
-        earlier = jnp.concatenate([first[:, None], take(outcome.seen.state)[:, :-1]], axis=1)
+        first = jax.vmap(lambda cell: ravel_pytree(cell)[0])(watched(before.cell))
+        earlier = jnp.concatenate([first[:, None], watched(outcome.seen.state)[:, :-1]], axis=1)
         earlier = jnp.where(reset[:, :, None], fresh[None, None], earlier)
-        window = Window(earlier, take(chunk.inputs), take(outcome.seen.dl_dstate), reset)
-        scales = jnp.stack([take(info.diagnostics["gamma"]), take(info.diagnostics["beta"])], axis=2)
+        window = Window(earlier, watched(chunk.inputs), watched(outcome.seen.dl_dstate), reset)
+        scales = jnp.stack([watched(info.diagnostics["gamma"]), watched(info.diagnostics["beta"])], axis=2)
         if self.carry.episode is not None:
             position = None
             if self.optimal:
-                position = jax.vmap(_positions, in_axes=(0, 0, None))(
-                    take(before.memory.rescaling), reset, self.carry.episode
-                )
+                positions = functools.partial(_positions, length=self.carry.episode)
+                position = jax.vmap(positions)(watched(before.memory.rescaling), reset)
             shared = self._observe(params, shared, (window, scales, position), steps, devices)
         else:
             shared = self._gather(params, shared, window, scales, devices)
@@ -225,13 +215,13 @@ class Learner:
         at = jnp.where(before.filled + steps > self.carry.window, 0, before.filled)
 
         def write(old: Array, new: Array) -> Array:
-            # What is left of the window before must not be looked back from.
             old = old[:many]
             return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, axis=1)
 
         old_window, old_scales = before.steps.value
-        kept = jax.tree.map(lambda leaf: jnp.where(at == 0, jnp.zeros_like(leaf), leaf), old_window)
-        filled, (window, scales) = at + steps, jax.tree.map(write, (kept, old_scales), (window, scales))
+        # The rest of the window before must not be looked back from.
+        cleared_window = jax.tree.map(lambda leaf: jnp.where(at == 0, jnp.zeros_like(leaf), leaf), old_window)
+        filled, (window, scales) = at + steps, jax.tree.map(write, (cleared_window, old_scales), (window, scales))
         full = filled + steps > self.carry.window
 
         def look_back(shared: CarriedShared) -> CarriedShared:
@@ -245,15 +235,9 @@ class Learner:
 
 
 def in_turns(turn: Int[Array, ""], size: int, filled: Any) -> Int[Array, ""]:
-    """The step q of the reverse pass of that number: every filled step once, in leaps of the golden ratio.
+    """The step q of the reverse pass number `turn`: each of the `filled` steps once, in leaps of the golden ratio.
 
-    Args:
-      turn: the pass's number.
-      size: steps of the window.
-      filled: how many of them there are; q stays below.
-
-    Returns:
-      q.
+    `filled` is at most `size`, the steps of a whole window.
 
     Example:
       >>> [int(in_turns(turn, 8, 5)) for turn in jnp.arange(6)]
@@ -265,19 +249,19 @@ def in_turns(turn: Int[Array, ""], size: int, filled: Any) -> Int[Array, ""]:
 
 
 def _positions(start: Int[Array, ""], reset: Bool[Array, " T"], length: int) -> Int[Array, " T"]:
-    """Positions in the episode, of which the last counts for all beyond."""
+    """Positions in the episode; those beyond the last one count as the last."""
     t = jnp.arange(reset.shape[0], dtype=jnp.int32)
     begun = jax.lax.cummax(jnp.where(reset, t, -1))
     return jnp.minimum(jnp.where(begun >= 0, t - begun, start + t), length - 1)
 
 
 def balanced(memory: Any) -> Bool[Array, ""]:
-    """Whether in every stream tangent and cotangent are within a factor of what GIR would make of them."""
+    """Whether in every stream tangent and cotangent are within a factor of those of GIR."""
 
     def square(tree: PyTree) -> Float[Array, " B"]:
         return sum((jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(tree)), jnp.zeros(()))
 
-    # GIR's tangent has the norm sqrt(‖h̃‖ ‖w̃‖), of which ‖h̃‖ is sqrt(‖h̃‖ / ‖w̃‖) times as large.
+    # GIR's tangent has the norm sqrt(‖h̃‖ ‖w̃‖), and ‖h̃‖ is sqrt(‖h̃‖ / ‖w̃‖) times as large.
     tangent, cotangent = square(memory.tangent), square(memory.cotangent)
     limit = jnp.asarray(_LARGEST_IMBALANCE, tangent.dtype) ** 2
     apart = jnp.sqrt(tangent) / jnp.sqrt(jnp.where(cotangent > 0, cotangent, 1))
@@ -289,7 +273,3 @@ def balanced(memory: Any) -> Bool[Array, ""]:
 def _mean_of(tree: PyTree, finite: Bool[Array, " b"]) -> PyTree:
     """The sum over the streams that are finite, divided by the number of all streams."""
     return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), cleared(~finite, tree))
-
-
-def _stored(dtype: Any, real: Any) -> Any:
-    return real if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -1,17 +1,17 @@
-"""B and C of a window from one reverse pass: what past windows tell of the next.
+"""Estimates of B and C of a window from one reverse pass.
 
-B and C are sums over pairs of steps (q, r) of what g_{q,r} = Σ_{t>=q} b_r^(t) makes. Two gradients that one reverse
-pass takes back together give an unbiased estimate of both:
+B and C are sums over pairs of steps (q, r) of terms in g_{q,r} = Σ_{t>=q} b_r^(t). Two gradients in one reverse pass
+give an unbiased estimate of both:
 
 - that of all losses, which is g_{r,r} at each step r. For r >= q causality makes g_{q,r} = g_{r,r}, so that every pair
   on and above the diagonal is known exactly;
-- that of the losses from a single step q on, which below the diagonal is the row g_{q,r}, r < q. With q spread evenly
-  over the T steps, T times the row is an unbiased estimate of what lies below the diagonal.
+- that of the losses from a single step q on, which below the diagonal is the row g_{q,r}, r < q. With q uniform over
+  the T steps, T times the row is an unbiased estimate of all rows below the diagonal.
 
     B̂ = Σ_r Σ_{p<=r} (α_r²/α_p²) ‖a_p‖² g_{r,r} g_{r,r}^T + T Σ_{r<q} (α_r²/α_q²) ‖a_q‖² g_{q,r} g_{q,r}^T
 
-It is a sum of squares, hence positive semidefinite. A row alone, above the diagonal too, would do as well with one
-gradient instead of two; what it costs more is on a single stream, and what it estimates less is most of B.
+It is a sum of squares, hence positive semidefinite. A row alone, above the diagonal too, would need one gradient
+instead of two, but would leave most of B to sampling.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Model, Params
 from streamgrad.noise.groups import Groups
-from streamgrad.theory.spatial import Spatial, group_norms, row_squares, same_group
+from streamgrad.step.cuts import over_vectors
+from streamgrad.theory.spatial import Spatial, feature_squares, group_norms, same_group
 from streamgrad.theory.tape import same_episode
 
 
@@ -45,7 +46,7 @@ class Window(NamedTuple):
 
 
 class Back(NamedTuple):
-    """What one reverse pass over a window found.
+    """The gradients of one reverse pass over a window.
 
     Attributes:
       total: g_{r,r}, the gradient of all losses with respect to z_r.
@@ -53,7 +54,7 @@ class Back(NamedTuple):
       start: q.
       length: T, as a number.
       norms: ‖a_r‖² of each group.
-      episode: how many resets each step has behind it.
+      episode: the number of resets up to each step.
     """
 
     total: Float[Array, "T N"]
@@ -73,30 +74,23 @@ def go_back(
       model: the model, with preactivations.
       params: its parameters.
       groups: the partition of the preactivations.
-      window: the stretch. What lies before it is not seen: gradients end where the window begins.
+      window: of one stream. Gradients end where it begins.
       start: q, in 0 … T-1.
-      length: T, where the window is not filled to its end; what lies beyond must have no gradient of a loss.
-
-    Returns:
-      The gradients.
+      length: T, where the window is not filled to its end; steps beyond must have no gradient of a loss.
     """
     cut = model.cell.cuts["preactivation"]
-    _, unravel_state = ravel_pytree(model.init_state(params))
-    first = jax.tree.map(lambda leaf: leaf[0], window.inputs)
-    z, unravel_z = ravel_pytree(cut.into(params.cell, unravel_state(window.before[0]), first))
-    still = jnp.zeros_like(z)
+    fresh = model.init_state(params)
+    z = cut.into(params.cell, fresh, jax.tree.map(lambda leaf: leaf[0], window.inputs))
+    transition, unravel_state = over_vectors(cut, fresh, z), ravel_pytree(fresh)[1]
+    no_dz = jnp.zeros_like(ravel_pytree(z)[0])
     size, start = window.before.shape[0], jnp.asarray(start)
     numbers = jnp.arange(size, dtype=start.dtype)
 
     def step(later: Float[Array, "K S"], now: tuple) -> tuple[Array, Array]:
         t, vector, x, dl_dstate, reset = now
-
-        def transition(vector: Array, dz: Array) -> Array:
-            new = cut.inject(params.cell, unravel_state(vector), x, unravel_z(dz))
-            return ravel_pytree(new)[0].astype(vector.dtype)
-
         seen = later + jnp.stack([dl_dstate, jnp.where(t >= start, dl_dstate, 0)])
-        earlier, dz = jax.vmap(jax.vjp(transition, vector, still)[1])(seen)
+        _, vjp = jax.vjp(lambda vector, dz: transition(params.cell, vector, dz, x), vector, no_dz)
+        earlier, dz = jax.vmap(vjp)(seen)
         return jnp.where(reset, 0, earlier), dz
 
     nothing = jnp.zeros((2, window.before.shape[1]), window.before.dtype)
@@ -107,31 +101,14 @@ def go_back(
         assert cut.features is not None
         return tuple(jax.tree.leaves(cut.features(params.cell, unravel_state(vector), x)))
 
-    squares = row_squares(jax.vmap(features)(window.before, window.inputs), groups.rows)
-    length = jnp.asarray(size if length is None else length, z.dtype)
-    before_start = (numbers < start)[:, None]
-    return Back(
-        dz[:, 0],
-        jnp.where(before_start, dz[:, 1], 0),
-        start,
-        length,
-        group_norms(squares, groups),
-        jnp.cumsum(window.reset),
-    )
+    squares = feature_squares(jax.vmap(features)(window.before, window.inputs), groups.rows)
+    length = jnp.asarray(size if length is None else length, no_dz.dtype)
+    row = jnp.where((numbers < start)[:, None], dz[:, 1], 0)
+    return Back(dz[:, 0], row, start, length, group_norms(squares, groups), jnp.cumsum(window.reset))
 
 
 def estimate_b(groups: Groups, back: Back, log_alpha: Float[Array, "T G"], diagonal: bool = False) -> Array:
-    """B̂ of a window, unbiased over the step q from which the reverse pass starts (Equation 15).
-
-    Args:
-      groups: the partition of the preactivations.
-      back: from `go_back`.
-      log_alpha: log α of every step and group.
-      diagonal: whether only the diagonal is wanted.
-
-    Returns:
-      B̂, `[N, N]` with zeros between groups, or `[N]`.
-    """
+    """B̂ of a window, `[N, N]` with zeros between groups or its diagonal `[N]`: unbiased over q (Equation 15)."""
     size = back.total.shape[0]
     causal = np.tril(np.ones((size, size), bool)) & same_episode(back.episode)  # [r, p]
     ratios = jnp.exp(2 * (log_alpha[:, None] - log_alpha[None, :]))
@@ -164,15 +141,9 @@ class CEstimate(NamedTuple):
 
 
 def estimate_c(spatial: Spatial, back: Back) -> CEstimate:
-    """Ĉ of a window (Equation 12); α is solved from its average.
+    """Ĉ of a window (Equation 12).
 
-    Args:
-      spatial: Q_0 with its inverse, and the groups.
-      back: from `go_back`.
-
-    Returns:
-      What is known of C. It does not change when Q_0 is multiplied by a number, so that averages over windows may be
-      taken while Q_0 changes.
+    It does not change when Q_0 is multiplied by a number, so that averages over windows may be taken while Q_0 changes.
     """
     size = back.total.shape[0]
     weights = spatial.sum_groups(spatial.row_weights(back.norms[:, spatial.partition.index]))

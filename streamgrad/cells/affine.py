@@ -114,7 +114,7 @@ def _of_any_tree(
     example_input: PyTree | None,
     shapes: PyTree,
 ) -> Cell:
-    """A cell of any tree of arrays, by one of matrices: what is no matrix is a column, whose feature is 1."""
+    """A cell of any tree of arrays, by one of matrices: any other array is a column, whose feature is 1."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     named = {".".join(_word(entry) for entry in path) or "params": leaf for path, leaf in leaves}
 
@@ -145,7 +145,7 @@ def _of_any_tree(
 
 
 def _place(path: Any, leaf: Any) -> Place:
-    """What becomes of an array: weights if it is a matrix, else a cut of its own."""
+    """The use of an array: weights if it is a matrix, else a cut of its own."""
     name = jax.tree_util.keystr(path)
     if leaf.ndim == 2:
         return Place(name, leaf.shape, "product", (tuple(leaf.shape),), 0)
@@ -153,7 +153,7 @@ def _place(path: Any, leaf: Any) -> Place:
 
 
 def _word(entry: Any) -> str:
-    """One part of the way to a leaf."""
+    """One part of the path to a leaf."""
     return str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))))
 
 

@@ -1,8 +1,8 @@
 """Parameters that a cell holds as constants: an initial state that is learned, or an output with weights of its own.
 
-`init_state()` and `output(state)` are not given the parameters. Where one of them reads a parameter all the same, from
-what it closes over, it reads what that was when the cell was made: training would not move it, and its gradient would
-lack that part, or be zero.
+`init_state()` and `output(state)` do not take the parameters. One that reads a parameter all the same, from its
+closure, reads its value from when the cell was made: training would not move it, and its gradient would lack that part,
+or be zero.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ import numpy as np
 from streamgrad._typing import PyTree
 from streamgrad.base import Cell, work_dtype
 from streamgrad.cells.encoding import natural
+from streamgrad.keys import drawn_shapes
 from streamgrad.step.jaxpr_reader import Program, read, shaping
 from streamgrad.trees import is_traced, paths_of
 
@@ -41,11 +42,9 @@ def _held_parameter(cell: Cell, state: PyTree, program: Program) -> str | None:
     held = [value for value in arrays if jnp.issubdtype(value.dtype, jnp.inexact)]
     if not held:
         return None
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    params = jax.eval_shape(cell.init_params, key)
-    names = paths_of(params)
-    drawn = read(cell.init_params, key)
-    for name, number in zip(names, drawn.outputs, strict=True):
+    params = drawn_shapes(cell.init_params)
+    drawn = read(cell.init_params, jax.eval_shape(lambda: jax.random.key(0)))
+    for name, number in zip(paths_of(params), drawn.outputs, strict=True):
         if any(value is _origin(drawn, number) for value in held):
             return name or "itself"
     # A copy of one is known by its numbers, if nothing else tells what the parameter is for.

@@ -63,10 +63,7 @@ def elstm(n_in: int, n_hidden: int, forget_bias: float = 0.0) -> Cell:
             "o": init_weights(for_o, n_hidden, n_hidden, n_in),
         }
 
-    cell = affine(
-        step,
-        init_params,
-        init_state=lambda: ELSTMState(jnp.zeros(n_hidden), jnp.zeros(n_hidden)),
-        output=lambda state: state.h,
-    )
-    return reads_vector(cell, n_in)
+    def init_state() -> ELSTMState:
+        return ELSTMState(jnp.zeros(n_hidden), jnp.zeros(n_hidden))
+
+    return reads_vector(affine(step, init_params, init_state, lambda state: state.h), n_in)

@@ -1,7 +1,7 @@
-"""States of any kind as real numbers: what the estimators carry along is a vector that has derivatives everywhere.
+"""States of any kind as real numbers: estimators carry along a vector that has derivatives everywhere.
 
-A complex number is two real ones. What has no derivatives, a counter, a mask or a random key, is written in digits of
-16 bits, which every float from float32 on holds exactly; its derivatives are zero, and it comes back as it was.
+A complex number is two real ones. Counters, masks and random keys are written in digits of 16 bits, which every float
+from float32 on holds exactly; their derivatives are zero, and they come back as they were.
 """
 
 from typing import Any
@@ -17,14 +17,9 @@ DIGIT = 16
 
 
 def encode(tree: PyTree, dtype: Any) -> PyTree:
-    """Every leaf as an array of real numbers.
+    """Every leaf, of numbers, bools or random keys, as an array of real numbers in `dtype`, float32 or wider.
 
-    Args:
-      tree: arrays of real or complex numbers, integers, bools, or random keys.
-      dtype: of the result, float32 or wider.
-
-    Returns:
-      The same structure. A real leaf keeps its shape; others have one more axis, at the end.
+    A real leaf keeps its shape; others have one more axis, at the end.
 
     Example:
       >>> import jax.numpy as jnp
@@ -35,14 +30,9 @@ def encode(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def decode(tree: PyTree, like: PyTree) -> PyTree:
-    """The inverse of `encode`.
+    """The inverse of `encode`, for leaves of the shapes and dtypes `like`.
 
-    Args:
-      tree: what it returned, or what a step has made of it.
-      like: shapes and dtypes of what was encoded. Numbers of 32 bits or more come back in the precision of `tree`.
-
-    Returns:
-      The leaves as they were.
+    Numbers of 32 bits or more come back in the precision of `tree`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -100,7 +90,7 @@ def _decode(leaf: Array, was: Any) -> Array:
 
 
 def _key_impl(was: Any) -> Any:
-    """Which generator keys are for; JAX tells only of an array."""
+    """The generator of keys; JAX tells that of an array alone."""
     found = []
 
     def ask(key: Array) -> Array:

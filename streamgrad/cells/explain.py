@@ -1,15 +1,16 @@
-"""What the estimators make of a cell's parameters, as a table."""
+"""The use of a cell's parameters, as a table."""
 
 import jax
 
-from streamgrad._typing import PyTree
 from streamgrad.base import Cell, Model, worked
 from streamgrad.checks import check_is_cell
 from streamgrad.heads import squared_error
+from streamgrad.keys import drawn_shapes
 from streamgrad.step.influence_sparsity import find_influence_pattern
 from streamgrad.step.jacobian_sparsity import find_jacobian_pattern
-from streamgrad.step.weight_report import Place
+from streamgrad.step.weight_report import Place, places
 from streamgrad.step.weights import rows_of
+from streamgrad.trees import paths_of
 
 WORDS = {
     "product": "weights: a product with features",
@@ -62,44 +63,36 @@ def explain(cell: Cell) -> None:
 
 
 def places_of(cell: Cell) -> list[Place]:
-    """What became of each parameter."""
+    """The use of each parameter."""
     if cell.worked is not None:
         return cell.worked.explained()
-    params = jax.tree_util.tree_leaves_with_path(_shapes(cell))
-    whole = "preactivation" not in cell.cuts
-    return [
-        Place(jax.tree_util.keystr(path), leaf.shape, "whole", (), leaf.size)
-        if whole
-        else Place(jax.tree_util.keystr(path), leaf.shape, "product", (tuple(leaf.shape),), 0)
-        for path, leaf in params
-    ]
-
-
-def _shapes(cell: Cell) -> PyTree:
-    """Shapes and dtypes of a cell's parameters."""
-    return jax.eval_shape(cell.init_params, jax.eval_shape(lambda: jax.random.key(0)))
+    params = drawn_shapes(cell.init_params)
+    if "preactivation" not in cell.cuts:
+        return places(params, None)
+    leaves = zip(paths_of(params), jax.tree.leaves(params), strict=True)
+    return [Place(name, leaf.shape, "product", (tuple(leaf.shape),), 0) for name, leaf in leaves]
 
 
 def _sizes(cell: Cell) -> str:
     worked = cell if cell.worked is None else cell.worked.cell
     state = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(worked.init_state)))
-    count = sum(leaf.size for leaf in jax.tree.leaves(_shapes(cell)))
+    count = sum(leaf.size for leaf in jax.tree.leaves(drawn_shapes(cell.init_params)))
     if "preactivation" not in worked.cuts:
         return f"the state has {state} numbers; there are {count} parameters"
-    rows = sum(rows_of(_shapes(worked)))
+    rows = sum(rows_of(drawn_shapes(worked.init_params)))
     return f"the state has {state} numbers; there are {rows} preactivations and {count} parameters"
 
 
 def _influence(cell: Cell) -> str | None:
-    """What exact RTRL keeps, where the pattern of the step can be known."""
+    """The size of exact RTRL's influence; None where the pattern of the step cannot be known."""
     model = worked(Model(cell, squared_error(1)))
     pattern = find_jacobian_pattern(model)
     if pattern is None:
         return None
-    weights = jax.tree.leaves(_shapes(model.cell))
-    reach = find_influence_pattern(pattern, rows_of(weights))
-    kept = sum(len(leaf.reached) * w.size for leaf, w in zip(reach.leaves, weights, strict=True))
-    most = max(len(leaf.reached) for leaf in reach.leaves)
+    weights = jax.tree.leaves(drawn_shapes(model.cell.init_params))
+    found = find_influence_pattern(pattern, rows_of(weights))
+    stored = sum(len(leaf.reached) * w.size for leaf, w in zip(found.leaves, weights, strict=True))
+    most = max(len(leaf.reached) for leaf in found.leaves)
     units, count = len(pattern.state), sum(w.size for w in weights)
-    few = "every weight reaches all units" if reach.is_dense else f"at most {most} units for each weight"
-    return f"exact RTRL keeps {kept} numbers for each stream, of {units} x {count}: {few}"
+    few = "every weight reaches all units" if found.is_dense else f"at most {most} units for each weight"
+    return f"exact RTRL keeps {stored} numbers for each stream, of {units} x {count}: {few}"

@@ -1,6 +1,6 @@
-"""What the adapters for other libraries' cells share: a call of that library becomes a `Cell`.
+"""The common part of the adapters for other libraries: a call of a library's cell becomes a `Cell`.
 
-None of these libraries is imported here, nor anywhere at import time: only who passes such a cell needs it.
+None of these libraries is imported here, nor anywhere at import time: only a user who passes such a cell needs it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from streamgrad.base import Cell
 from streamgrad.cells.affine import input_shape, whole_state
 from streamgrad.cells.function import from_function
 from streamgrad.checks import check_arguments, check_like
+from streamgrad.keys import drawn_shapes
 
 
 class Carried(NamedTuple):
@@ -40,7 +41,7 @@ def adapt(
     """A cell of `(h_t, y_t) = call(params, h_{t-1}, x_t)`.
 
     Args:
-      name: what the caller's cell is called in errors.
+      name: of the caller's cell, for errors.
       call: the library's own call; y_t is None where it returns its state alone.
       init_params: `init_params(key) -> params`.
       init_state: `init_state() -> state`.
@@ -53,7 +54,7 @@ def adapt(
     """
     check_arguments("init_state", init_state)
     x = input_shape(example_input)
-    params = jax.eval_shape(init_params, jax.eval_shape(lambda: jax.random.key(0)))
+    params = drawn_shapes(init_params)
     state = jax.eval_shape(init_state)
     places: list[list[int | None]] = []
 
@@ -84,7 +85,7 @@ def adapt(
 
 
 def _place(leaves: Sequence[Any], part: Any) -> int | None:
-    """Which of the leaves is that very array."""
+    """The number of the leaf that is that very array."""
     return next((index for index, leaf in enumerate(leaves) if leaf is part), None)
 
 
@@ -107,7 +108,7 @@ def as_vector(tree: PyTree) -> Array:
 
 
 def attempt(what: str, function: Callable[[], Any]) -> Any:
-    """What `function` returns; where it fails, a ValueError that says so in one sentence, with the library's reason."""
+    """`function()`. Raises ValueError if it fails, in one sentence that gives the library's reason."""
     try:
         return function()
     except Exception as error:  # another library may raise anything

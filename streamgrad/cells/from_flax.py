@@ -10,6 +10,7 @@ from streamgrad.base import Cell
 from streamgrad.cells.affine import input_shape
 from streamgrad.cells.foreign import adapt, attempt, own, require_input
 from streamgrad.checks import check_arguments, check_like
+from streamgrad.keys import drawn_shapes
 from streamgrad.trees import kind_of
 
 Call = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -84,9 +85,8 @@ def _carry(cell: Any, lazy: bool, x: PyTree, name: str) -> Callable[[], PyTree]:
 
         return cell.initialize_carry(shapes[0].shape, nnx.Rngs(0))
 
-    alone = (
-        " without its parameters" if lazy else ""
-    )  # linen's are not there: what is learned is no state to begin with
+    # Linen's are not there: an initial state that is learned would be no state to go back to.
+    alone = " without its parameters" if lazy else ""
     return lambda: attempt(f"{name} has no initial state for x of shape {shapes[0].shape}{alone}", init_state)
 
 
@@ -139,8 +139,7 @@ def _linen(
         zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), x)
         return cell.init(key, begin(), zeros)
 
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    variables = attempt(f"{name} cannot take one step", lambda: jax.eval_shape(draw, key))
+    variables = attempt(f"{name} cannot take one step", lambda: drawn_shapes(draw))
     if others := sorted(set(variables) - {"params"}):
         raise ValueError(
             f"{name} has variables in {others[0]!r} beside its parameters, as a batch norm has, which from_flax cannot "
@@ -154,13 +153,13 @@ def _linen(
 
     if params is None:
         return lambda key: draw(key)["params"], call
-    given = params["params"] if set(params) == {"params"} else params  # all variables, as linen's init returns them
-    check_like("params", variables["params"], given, f"{name}'s own")
-    return own(given), call
+    params = params["params"] if set(params) == {"params"} else params  # all variables, as linen's init returns them
+    check_like("params", variables["params"], params, f"{name}'s own")
+    return own(params), call
 
 
 def _pair(name: str, result: Any) -> tuple[PyTree, PyTree]:
-    """What a cell of Flax returns: its carry and its output."""
+    """The carry and the output that a cell of Flax returns."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(f"{name} must return (carry, y), but it returns {kind_of(result)}")
     return result

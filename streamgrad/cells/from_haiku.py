@@ -11,6 +11,7 @@ from streamgrad.base import Cell
 from streamgrad.cells.affine import input_shape
 from streamgrad.cells.foreign import adapt, attempt, own, require_input
 from streamgrad.checks import accepts, check_like
+from streamgrad.keys import drawn_shapes
 from streamgrad.trees import kind_of
 
 
@@ -62,8 +63,7 @@ def from_haiku(
         zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), x)
         return step.init(key, zeros, begin())
 
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    found, others = attempt("the core cannot take one step", lambda: jax.eval_shape(draw, key))
+    found, others = attempt("the core cannot take one step", lambda: drawn_shapes(draw))
     if others:
         raise ValueError(
             f"the core keeps a state of Haiku's in {next(iter(others))!r}, as a batch norm does, which from_haiku "
@@ -91,6 +91,6 @@ def _initial_state(make: Callable[[], Any]) -> Callable[[], PyTree]:
             raise ValueError(f"{type(core).__name__} is no recurrent core, it has no initial_state")
         return core.initial_state(None)
 
-    # No parameters are given to it: an initial state that is learned would be no state to go back to.
+    # Without parameters: an initial state that is learned would be no state to go back to.
     applied = haiku.transform(initial).apply
     return lambda: attempt("the core has no initial state without its parameters", lambda: applied({}, None))

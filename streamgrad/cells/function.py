@@ -85,8 +85,8 @@ def of_vectors(
 ) -> Cell:
     """A cell of this library by its step: it reads a vector of finite numbers.
 
-    What the step makes of parameters alone, such as the eigenvalues of a recurrence, is displaced in their place, so
-    that derivatives at every step go no further back than that.
+    Values that the step computes from parameters alone, as the eigenvalues of a recurrence, are displaced in their
+    place, so that derivatives at every step go no further back.
     """
     example = jax.ShapeDtypeStruct((n_in,), jnp.result_type(float))
     return reads_vector(from_function(step, init_params, init_state, output, example), n_in)
@@ -123,8 +123,8 @@ def _real_step(cell: Cell, state: PyTree, dtype: Any) -> Step:
 def _encoded(cell: Cell, params: PyTree, state: PyTree) -> Cell:
     """A cell with numbers of any kind, over real ones; without products."""
 
-    def weights(given: PyTree) -> PyTree:
-        return encode(given, work_dtype(given))
+    def weights(params: PyTree) -> PyTree:
+        return encode(params, work_dtype(params))
 
     def step(encoded_params: PyTree, encoded: PyTree, x: PyTree) -> PyTree:
         dtype = jax.tree.leaves(encoded)[0].dtype
@@ -147,9 +147,9 @@ def _with_products(cell: Cell, params: PyTree, state: PyTree, example: PyTree) -
         encoded = jax.eval_shape(lambda: encode(cell.init_state(), dtype))
         return find_weights(step, natural_shapes(params), encoded, natural_shapes(example), dtype)
 
-    def weights(given: PyTree) -> list[Array]:
-        dtype = work_dtype(given)
-        own = jax.tree.map(lambda was, leaf: jnp.asarray(leaf, natural(was.dtype, dtype)), params, given)
+    def weights(values: PyTree) -> list[Array]:
+        dtype = work_dtype(values)
+        own = jax.tree.map(lambda was, leaf: jnp.asarray(leaf, natural(was.dtype, dtype)), params, values)
         return found(dtype).weights(own)
 
     def run(weights: list[Array], encoded: PyTree, x: PyTree, dz: list[Array] | None) -> tuple[PyTree, list, list]:

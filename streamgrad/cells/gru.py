@@ -47,9 +47,4 @@ def gru(n_in: int, n_hidden: int) -> Cell:
             "candidate_state": init_weights(state_key, n_hidden, n_hidden),
         }
 
-    cell = affine(
-        step,
-        init_params,
-        init_state=lambda: jnp.zeros(n_hidden),
-    )
-    return reads_vector(cell, n_in)
+    return reads_vector(affine(step, init_params, lambda: jnp.zeros(n_hidden)), n_in)

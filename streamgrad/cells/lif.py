@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float
 from streamgrad.base import Cell
 from streamgrad.cells.affine import Affine, affine, reads_vector
-from streamgrad.cells.ring import init_blocks
+from streamgrad.cells.ring import init_parts
 from streamgrad.checks import check_flag, check_number, check_size
 
 
@@ -94,7 +94,7 @@ def lif(
         return LIFState(v, s, a, None if state.filtered is None else kappa * state.filtered + s)
 
     def init_params(key: Array) -> dict[str, Array]:
-        w = init_blocks(key, n_hidden, (n_hidden, 1 / math.sqrt(n_hidden)), (n_in, 1 / math.sqrt(n_in)))
+        w = init_parts(key, n_hidden, (n_hidden, 1 / math.sqrt(n_hidden)), (n_in, 1 / math.sqrt(n_in)))
         own = jnp.arange(n_hidden)
         return {"w": w.at[own, own].set(0)}
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float
 from streamgrad.base import Cell
 from streamgrad.cells.function import of_vectors
-from streamgrad.cells.ring import check_ring, eigenvalues, init_blocks, init_ring, normaliser, turn, twice
+from streamgrad.cells.ring import check_ring, eigenvalues, init_parts, init_ring, normaliser, turn, twice
 from streamgrad.checks import check_size
 
 
@@ -73,13 +73,13 @@ def lru(
             "nu": nu,
             "theta": theta,
             "log_gamma": jnp.log(normaliser(nu)),
-            "b": init_blocks(for_b, 2 * n_hidden, (n_in, 1 / math.sqrt(2 * n_in))),
+            "b": init_parts(for_b, 2 * n_hidden, (n_in, 1 / math.sqrt(2 * n_in))),
         }
         if n_out is None:
             return params
         scale = 1 / math.sqrt(n_hidden)
         blocks = (n_hidden, scale), (n_hidden, scale), (n_in, 1 / math.sqrt(n_in))
-        return {**params, "read": init_blocks(for_read, n_out, *blocks)}
+        return {**params, "read": init_parts(for_read, n_out, *blocks)}
 
     def init_state() -> LRUState:
         return LRUState(jnp.zeros(2 * n_hidden), None if n_out is None else jnp.zeros(n_out))

@@ -47,10 +47,7 @@ def lstm(n_in: int, n_hidden: int, forget_bias: float = 1.0) -> Cell:
         w = init_weights(key, 4 * n_hidden, n_hidden, n_in)
         return {"w": w.at[n_hidden : 2 * n_hidden, -1].set(forget_bias)}
 
-    cell = affine(
-        step,
-        init_params,
-        init_state=lambda: LSTMState(jnp.zeros(n_hidden), jnp.zeros(n_hidden)),
-        output=lambda state: state.h,
-    )
-    return reads_vector(cell, n_in)
+    def init_state() -> LSTMState:
+        return LSTMState(jnp.zeros(n_hidden), jnp.zeros(n_hidden))
+
+    return reads_vector(affine(step, init_params, init_state, lambda state: state.h), n_in)

@@ -1,4 +1,4 @@
-"""Complex numbers inside the unit circle as real arrays: what the linear recurrent unit and trace units turn by.
+"""Complex numbers inside the unit circle as real arrays: the eigenvalues of linear recurrent and trace units.
 
 λ = exp(-exp(ν) + i exp(θ)) is inside the circle whatever ν and θ are.
 """
@@ -60,8 +60,8 @@ def twice(vector: Float[Array, " H"]) -> Float[Array, " D"]:
     return jnp.concatenate([vector, vector])
 
 
-def init_blocks(key: Array, n_out: int, *scaled: tuple[int, float]) -> Float[Array, "N A"]:
-    """Normal weights without a bias, for features in blocks: of each a size and a standard deviation."""
+def init_parts(key: Array, n_out: int, *scaled: tuple[int, float]) -> Float[Array, "N A"]:
+    """Normal weights without a bias, for features in parts, each with a size and a standard deviation."""
     keys = jax.random.split(key, len(scaled))
-    blocks = [scale * jax.random.normal(k, (n_out, size)) for k, (size, scale) in zip(keys, scaled, strict=True)]
-    return jnp.concatenate(blocks, axis=1)
+    parts = [scale * jax.random.normal(k, (n_out, size)) for k, (size, scale) in zip(keys, scaled, strict=True)]
+    return jnp.concatenate(parts, axis=1)

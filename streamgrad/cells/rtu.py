@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float
 from streamgrad.base import Cell
 from streamgrad.cells.function import of_vectors
-from streamgrad.cells.ring import check_ring, eigenvalues, init_blocks, init_ring, normaliser, turn, twice
+from streamgrad.cells.ring import check_ring, eigenvalues, init_parts, init_ring, normaliser, turn, twice
 from streamgrad.checks import check_choice, check_flag, check_size
 
 ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "identity": lambda x: x}
@@ -69,7 +69,7 @@ def rtu(
     def init_params(key: Array) -> dict[str, Array]:
         for_ring, for_w = jax.random.split(key)
         nu, theta = init_ring(for_ring, n_hidden, r_min, r_max, max_phase)
-        return {"nu": nu, "theta": theta, "w": init_blocks(for_w, 2 * n_hidden, (n_in, 1 / math.sqrt(n_in)))}
+        return {"nu": nu, "theta": theta, "w": init_parts(for_w, 2 * n_hidden, (n_in, 1 / math.sqrt(n_in)))}
 
     def output(state: Float[Array, " D"]) -> Array:
         return f(state) if linear else state

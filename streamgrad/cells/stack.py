@@ -39,14 +39,14 @@ def stack(*cells: Cell) -> Cell:
         return _of_worked(cells)
 
     def climb(visit: Callable[[int, Cell, Any], tuple[PyTree, Any]], x: PyTree) -> tuple[tuple, tuple]:
-        """Go up the layers; `visit` gives a layer's new state and what to keep of it."""
-        states, kept = [], []
+        """Go up the layers; `visit` gives a layer's new state and another result, which are returned for all layers."""
+        states, results = [], []
         for i, cell in enumerate(cells):
-            state, keep = visit(i, cell, x)
+            state, result = visit(i, cell, x)
             states.append(state)
-            kept.append(keep)
+            results.append(result)
             x = cell.output(state)
-        return tuple(states), tuple(kept)
+        return tuple(states), tuple(results)
 
     def step(params: PyTree, state: PyTree, x: PyTree) -> PyTree:
         return climb(lambda i, cell, x: (cell.step(params[i], state[i], x), None), x)[0]
@@ -87,11 +87,11 @@ def stack(*cells: Cell) -> Cell:
 
 
 def _of_worked(cells: tuple[Cell, ...]) -> Cell:
-    """A stack of which some layers are worked on in another form than they were given."""
+    """A stack with layers whose form for the estimators differs from the user's."""
     worked = [cell.worked for cell in cells]
     inner = stack(*(cell if form is None else form.cell for cell, form in zip(cells, worked, strict=True)))
-    # As given, it climbs over the layers as given; nothing but its step and its beginnings is asked of it.
-    given = stack(*(cell._replace(worked=None, cuts={}) for cell in cells))
+    # The user's form; only its step and its initial values are used.
+    plain = stack(*(cell._replace(worked=None, cuts={}) for cell in cells))
 
     def weights(params: PyTree) -> PyTree:
         return tuple(w if form is None else form.weights(w) for w, form in zip(params, worked, strict=True))
@@ -106,7 +106,7 @@ def _of_worked(cells: tuple[Cell, ...]) -> Cell:
             for place in places_of(cell)
         ]
 
-    return given._replace(cuts=inner.cuts, worked=Worked(inner, weights, state, explained))
+    return plain._replace(cuts=inner.cuts, worked=Worked(inner, weights, state, explained))
 
 
 def _check_layers(cells: tuple[Any, ...]) -> None:

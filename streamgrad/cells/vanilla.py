@@ -36,9 +36,7 @@ def vanilla(n_in: int, n_hidden: int, leak: float = 1.0) -> Cell:
         new = jnp.tanh(affine("w", state, x, 1))
         return new if leak == 1 else (1 - leak) * state + leak * new
 
-    cell = affine(
-        step,
-        init_params=lambda key: {"w": init_weights(key, n_hidden, n_hidden, n_in)},
-        init_state=lambda: jnp.zeros(n_hidden),
-    )
-    return reads_vector(cell, n_in)
+    def init_params(key: Array) -> dict[str, Array]:
+        return {"w": init_weights(key, n_hidden, n_hidden, n_in)}
+
+    return reads_vector(affine(step, init_params, lambda: jnp.zeros(n_hidden)), n_in)

@@ -1,4 +1,4 @@
-"""Recursions by steps, as most methods were published: the influence moves on at every step and meets its loss there."""
+"""Recursions by steps, as most methods were published: the influence moves on at every step, and meets its loss."""
 
 from collections.abc import Callable
 

@@ -24,10 +24,10 @@ class Noise(NamedTuple):
     """A distribution of noise.
 
     Attributes:
-      name: what it is called.
+      name: its name.
       draw: `draw(key, shape, dtype)`, with time as the leading axis of `shape`.
       kurtosis: excess kurtosis of the entries, E[u^4] - 3.
-      check: `check(key)`, raises ValueError where `draw` could not take it.
+      check: `check(key)` raises ValueError if `draw` cannot take it.
     """
 
     name: str

@@ -24,8 +24,8 @@ class Groups:
 
     Attributes:
       count: G.
-      index: to which group each entry of the ravelled z belongs, `[N]`.
-      rows: how many preactivations each weight matrix has, in the order of the ravelled z.
+      index: the group of each entry of the ravelled z, `[N]`.
+      rows: the number of preactivations of each weight matrix, in the order of the ravelled z.
     """
 
     count: int
@@ -66,20 +66,17 @@ class Groups:
 
 
 def make_groups(layout: Layout, cut: str, count: Any, q0: Any = None) -> Groups:
-    """Split the N entries of z into `count` blocks of the same size.
+    """Split the N entries of z into `count` groups of the same size.
 
-    With several weight matrices no group spans two of them: a block that does is split where one ends. That keeps
-    J J^T a multiple of the identity inside a group, which the theory of Sections 7.1 and 7.2 asks for. The exception
-    is one group with a full `q0` that mixes the preactivations of two matrices: then it is one group of all of them.
+    A group that would span two weight matrices is split where one ends. That keeps J J^T a multiple of the identity
+    inside a group, which the theory of Sections 7.1 and 7.2 asks for. The exception is one group with a full `q0` that
+    mixes the preactivations of two matrices: it stays one group of all of them.
 
     Args:
       layout: the sizes at the cut.
       cut: its name; only preactivations can be grouped.
       count: a divisor of N.
       q0: None, a diagonal `[N]`, or a matrix `[N, N]` that must not mix two groups.
-
-    Returns:
-      The groups.
 
     Example:
       >>> from streamgrad.step.cuts import Layout
@@ -92,12 +89,12 @@ def make_groups(layout: Layout, cut: str, count: Any, q0: Any = None) -> Groups:
     if layout.size % count:
         divisors = [n for n in range(1, layout.size + 1) if layout.size % n == 0]
         raise ValueError(
-            f"groups must divide the {layout.size} preactivations into blocks of the same size: "
+            f"groups must divide the {layout.size} preactivations into groups of the same size: "
             f"choose one of {', '.join(map(str, divisors))}, not {count}."
         )
-    block = np.arange(layout.size) // (layout.size // count)
+    even = np.arange(layout.size) // (layout.size // count)
     matrix = np.repeat(np.arange(len(layout.rows)), layout.rows)
-    index = np.unique(np.stack([block, matrix]), axis=1, return_inverse=True)[1].reshape(-1)
+    index = np.unique(np.stack([even, matrix]), axis=1, return_inverse=True)[1].reshape(-1)
     if q0 is not None and np.ndim(q0) == 2:
         across = index[:, None] != index[None, :]
         mixes = bool(np.any(across)) and (is_traced(q0) or bool(np.any(np.asarray(q0)[across] != 0)))

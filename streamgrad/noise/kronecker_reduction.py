@@ -2,18 +2,18 @@
 
     X = Σ_i l_i ⊗ r_i  ≈  Σ_q l'_q ⊗ r'_q,    q < rank
 
-In orthogonal bases of both sides X = Σ_i σ_i x_i ⊗ y_i. The largest σ are kept exactly. The rest is laid end to end on
-a line, which is cut into pieces of the same length w, one for each term that is left; a piece's term is
+In orthogonal bases of both sides X = Σ_i σ_i x_i ⊗ y_i. The largest σ are kept exactly. The others are laid end to end
+on a line, which is cut into pieces of the same length w, one for each remaining term; a piece's term is
 
     l' ⊗ r' = (Σ_i s_i √z_i x_i) ⊗ (Σ_i s_i √z_i y_i)
 
 with random signs s and the length z_i of σ_i inside the piece. Its mean is Σ_i z_i x_i ⊗ y_i, and the squared error of
 all pieces is (Σσ)² / n - Σ z², for n pieces: the least possible but for those σ that a cut goes through.
 
-The left factors may be large, [S, N] each, and what is found is a matrix of few numbers for them to be multiplied by.
-It is found from their projection on a few directions, which takes its place in all products: l'_q = Σ_i t_qi l_i holds
-for the factors as for their sketch. They are read twice in all, for the sketch and for l'. The mean needs no sketch,
-and the squared error is a few percent above that with the factors themselves, less for large S.
+The left factors may be large, [S, N] each, and l'_q = Σ_i t_qi l_i needs a small matrix t alone. It is found from a
+sketch, the projection of the factors on a few directions, so that the factors are read twice in all: for the sketch and
+for l'. The mean does not depend on the sketch, and the squared error is a few percent above that without one, less for
+large S.
 """
 
 import jax
@@ -30,30 +30,30 @@ WIDTH = 64
 
 
 def signs_needed(terms: int, rank: int) -> int:
-    """How many signs `reduce` takes for so many terms, and the terms before them."""
-    return sum(blocks * size * kept for blocks, size, kept in _plan(terms, rank))
+    """The number of signs that `reduce` takes to add `terms` terms to `rank` old ones."""
+    return sum(batches * size * left for batches, size, left in _plan(terms, rank))
 
 
 def sketch_width(rank: int) -> int:
-    """How many directions a sketch has: twice as many as the terms that are decomposed at once."""
+    """The number of directions of a sketch: twice the number of terms that are decomposed at once."""
     return max(WIDTH, 2 * max(SMALL, 2 * rank))
 
 
 def _plan(terms: int, rank: int) -> list[tuple[int, int, int]]:
-    """Rounds of (blocks, terms in a block, terms kept of it); the last takes what was there before as well.
+    """Rounds of (batches, terms of a batch, terms left of it); the last round includes the old terms.
 
-    Decomposing a matrix of m terms takes m³: many terms are first reduced in small blocks, in parallel, to as many as
+    Decomposing a matrix of m terms takes m³: many terms are first reduced in small batches, in parallel, to as many as
     fit into the last round.
     """
     small, rounds = max(SMALL, 2 * rank), []
     while terms + rank > small:
-        blocks = -(-terms // small)
-        size = -(-terms // blocks)
-        kept = min(max(rank, (small - rank) // blocks), size)
-        if kept == size:  # nothing to gain
+        batches = -(-terms // small)
+        size = -(-terms // batches)
+        left = min(max(rank, (small - rank) // batches), size)
+        if left == size:  # nothing to gain
             break
-        rounds.append((blocks, size, kept))
-        terms = blocks * kept
+        rounds.append((batches, size, left))
+        terms = batches * left
     return [*rounds, (1, terms + rank, rank)]
 
 
@@ -62,11 +62,11 @@ def reduce(
     new: tuple[Float[Array, "K ..."], Float[Array, "K A"]],
     signs: Float[Array, " n"],
 ) -> tuple[Float[Array, "rank ..."], Float[Array, "rank A"]]:
-    """Add new terms to a sum of Kronecker products, and reduce all of them to as many as there were.
+    """Add K new terms to a sum of Kronecker products, and reduce all of them to the old number.
 
     Args:
-      old: the left and the right factors of the terms that were there; the left ones of any shape.
-      new: of those that are added.
+      old: left and right factors of the old terms; the left ones of any shape.
+      new: of the new terms.
       signs: random, `signs_needed(K, rank)` of them.
 
     Returns:
@@ -91,29 +91,23 @@ def reduce_by(
     new: tuple[Float[Array, "K ..."], Float[Array, "K A"]],
     signs: Float[Array, " n"],
 ) -> tuple[Float[Array, "rank ..."], Float[Array, "rank A"], Float[Array, "rank ..."]]:
-    """`reduce` by what sketches of the left factors say, of which parts alone may be there.
-
-    Args:
-      sketches: of the left factors of both, from `sketch`.
-      old: as in `reduce`; of the left ones any part.
-      new: likewise.
-      signs: likewise.
+    """`reduce` from sketches of the whole left factors, where `old` and `new` may have any part of these factors.
 
     Returns:
-      Left factors, of that part, and right factors; and the sketch of the left ones.
+      Left factors of that part, right factors, and the sketch of the left ones.
     """
     rank, count = len(old[0]), len(new[0])
     *rounds, (_, size, _) = _plan(count, rank)
     with jax.default_matmul_precision("highest"):
         short = [x.reshape(len(x), -1) for x in sketches]
-        # All rounds are made on the sketch; `by` says what the terms of a round are made of.
+        # All rounds are made on the sketch; `by` has the coefficients of a round's terms in the new ones.
         left, right, by = short[1], new[1], jnp.eye(count, dtype=short[1].dtype)
-        for blocks, length, kept in rounds:
-            few, signs = jnp.split(signs, [blocks * length * kept])
-            left, right, by = (_cut(x, blocks, length) for x in (left, right, by))
-            mix, right = jax.vmap(_reduce_once)(left, right, few.reshape(blocks, kept, length))
-            left, by = ((mix @ x).reshape(blocks * kept, -1) for x in (left, by))
-            right = right.reshape(blocks * kept, -1)
+        for batches, length, remaining in rounds:
+            now, signs = jnp.split(signs, [batches * length * remaining])
+            left, right, by = (_batched(x, batches, length) for x in (left, right, by))
+            mix, right = jax.vmap(_reduce_once)(left, right, now.reshape(batches, remaining, length))
+            left, by = ((mix @ x).reshape(batches * remaining, -1) for x in (left, by))
+            right = right.reshape(batches * remaining, -1)
         left, right = jnp.concatenate([short[0], left]), jnp.concatenate([old[1], right])
         mix, right = _reduce_once(left, right, signs.reshape(rank, size))
         first, second = mix[:, :rank], mix[:, rank:] @ by
@@ -124,17 +118,17 @@ def reduce_by(
         return mixed(old[0], new[0]), right, mixed(*sketches)
 
 
-def _cut(terms: Float[Array, "m n"], blocks: int, length: int) -> Float[Array, "blocks length n"]:
-    """Terms in blocks of one length, the last one filled up with zeros."""
-    return jnp.pad(terms, ((0, blocks * length - len(terms)), (0, 0))).reshape(blocks, length, -1)
+def _batched(terms: Float[Array, "m n"], batches: int, length: int) -> Float[Array, "batches length n"]:
+    """Terms in batches of one length, the last one filled up with zeros."""
+    return jnp.pad(terms, ((0, batches * length - len(terms)), (0, 0))).reshape(batches, length, -1)
 
 
 def sketch(left: Float[Array, "m ..."], rank: int) -> Float[Array, "m ..."]:
-    """Left factors with their last axis projected on a few fixed random directions; as they are where that is short.
+    """Left factors with their last axis, where it is long, projected on a few fixed random directions.
 
     A projection on p directions preserves all lengths in a space of up to p / 2 dimensions within a factor of about
     three, and none is lost, however special the factors; that of a matrix is closer, since each of its rows has
-    another error. The decomposition then has small arrays to work on, and reads the large ones once.
+    another error. The decomposition then works on small arrays, and reads the large ones once.
     """
     size, width = left.shape[-1], sketch_width(rank)
     if size > width:
@@ -147,7 +141,7 @@ def sketch(left: Float[Array, "m ..."], rank: int) -> Float[Array, "m ..."]:
 def _reduce_once(
     left: Float[Array, "m n"], right: Float[Array, "m A"], signs: Float[Array, "rank m"]
 ) -> tuple[Float[Array, "rank m"], Float[Array, "rank A"]]:
-    """`reduce` by a single decomposition: the matrix that the left factors are multiplied by, and the right factors.
+    """`reduce` by a single decomposition: the matrix t for the left factors, and the right factors.
 
     With R R^T = C C^T and the eigenvectors V of C^T (L L^T) C, the rows of V^T C^T L are orthogonal and as long as the
     singular values, and those of V^T C^{-1} R are orthonormal. X = L^T (C V) (C V)^{-1} R holds for any invertible C
@@ -156,8 +150,8 @@ def _reduce_once(
     """
     rank, terms = signs.shape
     eps = jnp.finfo(left.dtype).eps
-    # A term's length is taken from its right factor to its left one, and the largest is made one: the squares of what
-    # is tiny or huge stay inside float32, and no term is lost under the ridge because its factors are unequal.
+    # A term's length is moved from its right factor to its left one, and the largest is made one: squares stay inside
+    # float32, and no term is lost under the ridge because its factors are unequal.
     (left, on_left), (right, on_right) = _unit(left), _unit(right)
     root = jnp.sqrt(on_left) * jnp.sqrt(on_right)
     top = _or_one(jnp.max(root))
@@ -173,14 +167,14 @@ def _reduce_once(
     shares = pieces(sigma, rank)
     mix = signs * jnp.sqrt(shares / _or_one(jnp.sum(shares, axis=0))[None])
     balance = jnp.sqrt(_or_one(sigma))[None]
-    # Last, and for few columns: beside another decomposition LAPACK's threads have been seen to wait for each other.
+    # At the end, and for few columns: beside another decomposition LAPACK's threads have been seen to wait.
     back = jax.scipy.linalg.solve_triangular(c, ((mix * balance) @ vectors.T).T, lower=True, trans=1).T
     weights = jnp.sqrt(on_right) / jnp.sqrt(_or_one(on_left)) * share
     return ((mix / balance) @ turn) * weights[None], top * (back @ right)
 
 
 def _unit(rows: Float[Array, "m n"]) -> tuple[Float[Array, "m n"], Float[Array, " m"]]:
-    """Rows of length one, and how long they were; squares are taken of nothing tiny or huge."""
+    """Rows of length one and their lengths, without squares of tiny or huge numbers."""
     largest = _or_one(jnp.max(jnp.abs(rows), axis=1))
     # Behind the barrier: the compiler may take constants out of the squares, which then overflow.
     rows = jax.lax.optimization_barrier(rows / largest[:, None])
@@ -189,20 +183,20 @@ def _unit(rows: Float[Array, "m n"]) -> tuple[Float[Array, "m n"], Float[Array, 
 
 
 def _or_one(size: Array) -> Array:
-    """What can be divided by: one in place of zero, and of what has no finite inverse."""
+    """A divisor: one in place of zero, and of numbers without a finite inverse."""
     return jnp.where(size >= jnp.finfo(size.dtype).tiny, size, 1)
 
 
 def _one_sign(vectors: Float[Array, "m m"]) -> Float[Array, "m m"]:
-    """Eigenvectors with their largest entry positive: they have no sign of their own, and it must not be chance."""
+    """Eigenvectors with their largest entry positive: their sign must not be chance."""
     largest = jnp.take_along_axis(vectors, jnp.argmax(jnp.abs(vectors), axis=0)[None], axis=0)
     return vectors * jnp.where(largest < 0, -1, 1)
 
 
 def pieces(sigma: Float[Array, " m"], rank: int) -> Float[Array, "rank m"]:
-    """How much of each σ lies in each piece of the line: the largest have one of their own.
+    """The length of each σ inside each piece of the line: the largest have a piece of their own.
 
-    σ_i is kept exactly as long as it is at least as long as the pieces that the rest would be cut into.
+    σ_i has one if it is at least as long as the pieces that the others would be cut into.
 
     Example:
       >>> import jax.numpy as jnp

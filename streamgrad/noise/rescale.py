@@ -37,7 +37,7 @@ class Terms(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What a pair of terms is multiplied by: (γ, 1/γ) for the past, (β, 1/β) for the present.
+    """The factors of a pair of terms: (γ, 1/γ) for the past, (β, 1/β) for the present.
 
     (0, 0) drops the pair, which changes nothing but noise where one of its factors is zero.
     """
@@ -50,12 +50,12 @@ class Rescaling(NamedTuple):
     """A choice of γ and β.
 
     Attributes:
-      name: what it is called.
-      shared: `shared(groups, dtype)`, what all streams have in common (α), or None.
-      init: `init(groups, dtype)`, what a stream remembers (its position in the episode), or None; a reset forgets it.
+      name: its name.
+      shared: `shared(groups, dtype)`, the part that all streams have in common (α), or None.
+      init: `init(groups, dtype)`, a stream's memory (its position in the episode), or None; a reset forgets it.
       coefficients: `coefficients(shared, memory, terms) -> (past, present, memory)`.
       length: number of steps it knows of, or None for any.
-      uses_norms: whether `coefficients` looks at `terms`; what it does not need is not computed.
+      uses_norms: whether `coefficients` looks at `terms`; if not, they are not computed.
       uses_loss: whether it looks at what the loss sees of them, which only a step-by-step recursion can tell it.
     """
 
@@ -225,17 +225,14 @@ def given(alpha: Any, gamma: str = "geometric") -> Rescaling:
         slope = (log_alpha[0] - log_alpha[-1]) / max(last, 1) if gamma == "geometric" else 0 * log_alpha[0]
         past = jnp.where(position > last, 0, slope)
         present = log_alpha[s] - (last - s).astype(slope.dtype) * slope
-        return (
-            Scales(jnp.exp(past), jnp.exp(-past)),
-            Scales(jnp.exp(present), jnp.exp(-present)),
-            position + 1,
-        )
+        past, present = (Scales(jnp.exp(log), jnp.exp(-log)) for log in (past, present))
+        return past, present, position + 1
 
     return Rescaling("given", shared, lambda groups, dtype: jnp.zeros((), jnp.int32), coefficients, last + 1)
 
 
 def total_log_alpha(gamma: Float[Array, "T G"], beta: Float[Array, "T G"]) -> Float[Array, "T G"]:
-    """log of α_s = β_s γ_{s+1} … γ_T, what the coefficients of a chunk amount to.
+    """log of α_s = β_s γ_{s+1} … γ_T, from the coefficients of a chunk.
 
     A scale of zero drops a term that is zero, so that any other would do: it counts as 1.
 

@@ -1,4 +1,4 @@
-"""What all streams of a noisy estimator have in common, and the one way to change it."""
+"""The noise settings that all streams of an estimator share, and the one way to change them."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from streamgrad.noise.shaping import Shaping, check_q0, shaping
 
 
 class Shrinkage(NamedTuple):
-    """What is known of the mean correction c̄ over streams, of what lies before the chunk; running averages.
+    """Running averages of the correction c̄ for the past before the chunk, averaged over streams.
 
     Attributes:
       signal: ‖E c̄‖², estimated as ‖c̄‖² less the variance that the spread over the streams shows.
@@ -25,13 +25,13 @@ class Shrinkage(NamedTuple):
 
 
 class NoiseSettings(NamedTuple):
-    """The shared state of a noisy estimator; None where it has no such thing.
+    """The shared state of a noisy estimator; each part is None where it has none.
 
     Attributes:
       shaping: Q_0 and its inverse.
       alpha: α for each position and group, `[T, G]`.
       sigma: σ of REINFORCE.
-      updates: how many updates there have been, where σ follows a schedule.
+      updates: the number of updates so far, where σ follows a schedule.
       shrinkage: what `shrink="auto"` of `uoro` has learnt.
     """
 
@@ -113,6 +113,4 @@ def _present(name: str, value: Array | None) -> Array:
 
 def _check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
     if jnp.shape(value) != shape:
-        raise ValueError(
-            f"{name} must keep the shape {shape} that the estimator was made with, not {jnp.shape(value)}."
-        )
+        raise ValueError(f"{name} must keep the shape {shape} of the estimator's own, not {jnp.shape(value)}.")

@@ -38,14 +38,7 @@ class Shaped(NamedTuple):
 
 
 def shaping(q0: Any, dtype: Any = None) -> Shaping | None:
-    """Make the pair of Q_0 and its inverse; None stands for the identity.
-
-    Args:
-      q0: `[N, N]`, `[N]` for a diagonal matrix, or None.
-      dtype: of the result; by default that of `q0`.
-
-    Returns:
-      The pair, or None.
+    """Q_0, `[N, N]` or `[N]` for a diagonal matrix, with its inverse; None stands for the identity.
 
     Example:
       >>> import jax.numpy as jnp
@@ -59,14 +52,7 @@ def shaping(q0: Any, dtype: Any = None) -> Shaping | None:
 
 
 def shape_noise(pair: Shaping | None, u: Float[Array, "T N"]) -> Shaped:
-    """Q_0 u and Q_0^{-T} u for all of a chunk's noise at once.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> shaped = shape_noise(shaping(jnp.array([[1.0, 1.0], [0.0, 1.0]])), jnp.array([[1.0, 2.0]]))
-      >>> shaped.right.tolist(), shaped.left.tolist()
-      ([[3.0, 2.0]], [[1.0, 1.0]])
-    """
+    """Q_0 u and Q_0^{-T} u for all of a chunk's noise at once."""
     if pair is None:
         return Shaped(u, u)
     if pair.q0.ndim == 1:
@@ -78,13 +64,7 @@ def shape_noise(pair: Shaping | None, u: Float[Array, "T N"]) -> Shaped:
 
 
 def shape_gradient(pair: Shaping | None, dl_dz: Float[Array, " N"]) -> Float[Array, " N"]:
-    """Q_0^T dL/dz, whose square is the mean square of (dL/dz)^T Q_0 u.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> shape_gradient(shaping(jnp.array([[1.0, 1.0], [0.0, 1.0]])), jnp.array([1.0, 2.0])).tolist()
-      [1.0, 3.0]
-    """
+    """Q_0^T dL/dz, whose squared norm is the mean square of (dL/dz)^T Q_0 u."""
     if pair is None:
         return dl_dz
     return dl_dz * pair.q0 if pair.q0.ndim == 1 else dl_dz @ pair.q0

@@ -237,10 +237,9 @@ def _features(
 ) -> list[tuple[Feature, int, int | complex]]:
     """The real vectors that an array is made of: each with its size, and a factor of its weights."""
     aval, maker = program.avals[value], program.maker.get(value)
-    if maker is not None and maker.primitive is p.convert_element_type_p and is_complex(aval.dtype):
-        real = maker.inputs[0]
-        if jnp.issubdtype(program.avals[real].dtype, jnp.floating):
-            return _features(program, real, dims, is_moving)
+    cast = maker.inputs[0] if maker is not None and maker.primitive is p.convert_element_type_p else None
+    if cast is not None and is_complex(aval.dtype) and jnp.issubdtype(program.avals[cast].dtype, jnp.floating):
+        return _features(program, cast, dims, is_moving)
     parts = maker.inputs if maker is not None and maker.primitive is p.concatenate_p else ()
     if parts and all(map(is_moving, parts)) and len(aval.shape) == 1 and not is_complex(aval.dtype):
         return [found for part in parts for found in _features(program, part, (0,), is_moving)]

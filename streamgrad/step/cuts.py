@@ -17,6 +17,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Cut
 from streamgrad.checks import check_same_state
+from streamgrad.keys import drawn_shapes
 from streamgrad.step.weights import outer, rows_of
 
 
@@ -66,7 +67,7 @@ def layout(cell: Cell, cut: Cut) -> Layout:
       >>> sg.cuts.layout(cell, cell.cuts["preactivation"])
       Layout(size=20, state_size=5, rows=(5, 5, 10))
     """
-    params = jax.eval_shape(cell.init_params, jax.eval_shape(lambda: jax.random.key(0)))
+    params = drawn_shapes(cell.init_params)
     state_size = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(cell.init_state)))
     if cut.name == "state":
         rows = (state_size,)
@@ -106,6 +107,21 @@ class Step(NamedTuple):
     unravel: Callable[[Float[Array, " N"]], PyTree]
 
 
+def over_vectors(cut: Cut, state: PyTree, z: PyTree) -> Callable[[PyTree, Array, Array, PyTree], Float[Array, " S"]]:
+    """`transition(params, state[S], dz[N], x) -> [S]`, over ravelled vectors, with z_t displaced by `dz`.
+
+    `state` and `z` give their structures.
+    """
+    unravel_state, unravel_z = ravel_pytree(state)[1], ravel_pytree(z)[1]
+
+    def transition(params: PyTree, vector: Array, dz: Array, x: PyTree) -> Float[Array, " S"]:
+        new = cut.inject(params, unravel_state(vector), x, unravel_z(dz))
+        check_same_state(state, new)
+        return ravel_pytree(new)[0].astype(vector.dtype)
+
+    return transition
+
+
 def linearise(cut: Cut, params: PyTree, state: PyTree, x: PyTree) -> Step:
     """Take one step of the network and linearise it at `cut`.
 
@@ -130,21 +146,15 @@ def linearise(cut: Cut, params: PyTree, state: PyTree, x: PyTree) -> Step:
     """
     vector, unravel_state = ravel_pytree(state)
     z, unravel_z = ravel_pytree(cut.into(params, state, x))
-    no_dz = jnp.zeros_like(z)
-
-    def transition(params: PyTree, vector: Array, dz: Array) -> Array:
-        new = cut.inject(params, unravel_state(vector), x, unravel_z(dz))
-        check_same_state(state, new)
-        return ravel_pytree(new)[0].astype(vector.dtype)
-
-    new, propagate = jax.linearize(lambda vector: transition(params, vector, no_dz), vector)
-    _, push = jax.linearize(lambda dz: transition(params, vector, dz), no_dz)
+    no_dz, transition = jnp.zeros_like(z), over_vectors(cut, state, unravel_z(z))
+    new, propagate = jax.linearize(lambda vector: transition(params, vector, no_dz, x), vector)
+    _, push = jax.linearize(lambda dz: transition(params, vector, dz, x), no_dz)
 
     def push_back(dl_dstate: Float[Array, " S"]) -> Float[Array, " N"]:
-        return jax.vjp(lambda dz: transition(params, vector, dz), no_dz)[1](dl_dstate)[0]
+        return jax.vjp(lambda dz: transition(params, vector, dz, x), no_dz)[1](dl_dstate)[0]
 
     def backprop(dl_dstate: Float[Array, " S"]) -> PyTree:
-        _, vjp = jax.vjp(lambda params: transition(params, vector, no_dz), params)
+        _, vjp = jax.vjp(lambda params: transition(params, vector, no_dz, x), params)
         return vjp(dl_dstate)[0]
 
     features = None if cut.features is None else cut.features(params, state, x)

@@ -18,6 +18,7 @@ from jax.extend.core import primitives as p
 
 from streamgrad._typing import Bool, PyTree
 from streamgrad.base import Model, Params, given, widened
+from streamgrad.keys import drawn_shapes
 from streamgrad.step.jaxpr_reader import Op, Program, read, split_primitive, stack_primitive
 from streamgrad.step.matvec import fixed_features as features_held_fixed
 
@@ -93,8 +94,7 @@ def feature_pattern(model: Model) -> list[Bool[np.ndarray, "A S"]] | None:
 
 def shapes_of(model: Model) -> tuple[PyTree, PyTree]:
     """Shapes and dtypes of the cell's parameters and state, in the precision of the estimators."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    params = jax.eval_shape(lambda key: widened(Params(model.cell.init_params(key), ())), key)
+    params = drawn_shapes(lambda key: widened(Params(model.cell.init_params(key), ())))
     return params.cell, jax.eval_shape(model.init_state, params)
 
 
@@ -132,7 +132,7 @@ def _known_zeros(model: Model) -> list[np.ndarray | None]:
     worked = user.cell.worked
     if worked is None:
         return [None for _ in jax.tree.leaves(shapes_of(model)[0])]
-    params = jax.eval_shape(user.cell.init_params, jax.eval_shape(lambda: jax.random.key(0)))
+    params = drawn_shapes(user.cell.init_params)
     program = read(worked.weights, params)
     masks: dict[int, np.ndarray] = {}
     for op in program.ops:

@@ -11,7 +11,7 @@ STEPS_PER_TURN_ON_GPU = 8
 
 
 def by_platform(default: Callable[..., Any], gpu: Callable[..., Any], *arguments: Any) -> Any:
-    """Two ways to write the same numbers, of which a GPU gets the second.
+    """Two ways to compute the same numbers; a GPU gets the second.
 
     The choice falls when the program is lowered, for the platform that it is lowered for: `jax.default_backend()` would
     name the default device while the program is traced, whatever device it runs on later. Both ways are traced, and

@@ -1,7 +1,7 @@
 """An influence of each row of weights on a few units alone, and the part of dh/dh that it needs.
 
 Methods that store M = dh/dθ at few entries need few entries of dh_t/dh_{t-1}: those between units of the same row.
-Where such an entry goes through weights, it goes through one weight of a row, and not through all of them.
+An entry that goes through weights goes through one weight of a row, and not through all of them.
 """
 
 from typing import NamedTuple

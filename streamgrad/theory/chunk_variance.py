@@ -17,6 +17,7 @@ from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, Model, Params, fold_weight, transition, widened
 from streamgrad.checks import check_at_most, check_chunk, check_own_matrices, check_params, check_size
 from streamgrad.estimators.uoro_across import block_of_unit
+from streamgrad.keys import drawn_shapes
 from streamgrad.noise.groups import Groups
 from streamgrad.theory.episode import Episode
 from streamgrad.theory.objective import total_variance
@@ -49,7 +50,7 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
       ((3, 3, 8), (3, 8, 112))
     """
     check_own_matrices(model)
-    check_params(jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0))), params)
+    check_params(drawn_shapes(model.init), params)
     check_size(length=length)
     steps = check_chunk(model, chunk)
     params, chunk = widened(params), fold_weight(chunk)
@@ -72,7 +73,7 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
 
     @jax.jit  # compiled once for all chunks of the same length
     def look(start: Array, part: Chunk) -> tuple[Array, tuple]:
-        """The state at the end, and what is kept of a chunk."""
+        """The state at the end of a chunk, and its loss, Jacobians, reset and gradients."""
         end, loss = walk(flat, params.head, start, part)
         jacobian, phi = jax.jacrev(lambda w, h: walk(w, params.head, h, part)[0], argnums=(0, 1))(flat, start)
         inside = jax.grad(lambda w, out, h: walk(w, out, h, part)[1], argnums=(0, 1, 2))(flat, params.head, start)
@@ -81,21 +82,21 @@ def collect_chunks(model: Model, params: Params, chunk: Chunk, length: int) -> E
 
     start, found = fresh, []
     for at in range(0, steps, length):
-        start, kept = look(start, jax.tree.map(lambda leaf, at=at: leaf[at : at + length], chunk))
-        found.append(kept)
+        start, part = look(start, jax.tree.map(lambda leaf, at=at: leaf[at : at + length], chunk))
+        found.append(part)
     return _episode(found, unravel_params)
 
 
 def _episode(found: list[tuple], unravel_params: Any) -> Episode:
-    """The network of chunks, from what was found of each."""
+    """The episode of a network whose steps are chunks, from the results of `look` for each."""
     losses, jacobians, phis, begins, cells, heads, credits = (list(part) for part in zip(*found, strict=True))
     count, size = len(found) - 1, len(credits[0])
     b = np.zeros((count, count, size))
     for t in range(count):
-        reach = credits[t + 1]
+        cotangent = credits[t + 1]
         for s in range(t, -1, -1):
-            b[t, s] = reach
-            reach = reach @ phis[s]
+            b[t, s] = cotangent
+            cotangent = cotangent @ phis[s]
     b = jnp.asarray(b, credits[0].dtype)
     jacobian = jnp.stack(jacobians[:-1])
     older = jnp.einsum("tsi,sip->p", b, jacobian)

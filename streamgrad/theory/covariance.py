@@ -64,12 +64,12 @@ def dense_jacobian(ep: Episode) -> Float[Array, "T N P"]:
     """J_t as a matrix, parameters ravelled: I ⊗ a_t^T at preactivations."""
     if ep.jacobian is not None:
         return ep.jacobian
-    columns = [jnp.tile(a, (1, n)) for a, n in zip(ep.all_features, ep.rows, strict=True)]
-    mine = _row_of_parameter(ep)[None, None, :] == np.arange(ep.size)[None, :, None]
-    return jnp.where(mine, jnp.concatenate(columns, axis=1)[:, None, :], 0)
+    features = jnp.concatenate([jnp.tile(a, (1, n)) for a, n in zip(ep.all_features, ep.rows, strict=True)], axis=1)
+    own_row = _row_of_parameter(ep)[None, None, :] == np.arange(ep.size)[None, :, None]
+    return jnp.where(own_row, features[:, None, :], 0)
 
 
 def _row_of_parameter(ep: Episode) -> np.ndarray:
-    """To which row of all weight matrices each ravelled parameter belongs, `[P]`."""
+    """The row of each ravelled parameter, among those of all weight matrices, `[P]`."""
     widths = np.repeat([a.shape[1] for a in ep.all_features], ep.rows)
     return np.repeat(np.arange(ep.size), widths)

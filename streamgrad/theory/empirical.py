@@ -12,7 +12,7 @@ from streamgrad.checks import check_estimator, check_key, check_size
 
 
 class Empirical(NamedTuple):
-    """What was measured.
+    """A measured mean and variance.
 
     Attributes:
       mean: of the gradient estimate, like the parameters.
@@ -20,7 +20,7 @@ class Empirical(NamedTuple):
       variance: of each entry of the estimate.
       total_variance: their sum.
       total_variance_error: its standard error.
-      samples: how many keys.
+      samples: the number of keys.
     """
 
     mean: Params
@@ -35,19 +35,19 @@ class Moments(NamedTuple):
     """Moments of a number of samples, to be merged.
 
     Attributes:
-      size: how many.
+      size: the number of samples.
       mean: of x, the sample less a fixed centre.
-      spread: Σ (x - mean)² of each entry.
+      scatter: Σ (x - mean)² of each entry.
       norm: mean of d = ‖x‖².
-      norm_spread: Σ (d - mean of d)².
+      norm_scatter: Σ (d - mean of d)².
       product: Σ (d - mean of d) (x - mean), needed where the centre was not quite the mean.
     """
 
     size: Array
     mean: Array
-    spread: Array
+    scatter: Array
     norm: Array
-    norm_spread: Array
+    norm_scatter: Array
     product: Array
 
 
@@ -126,10 +126,10 @@ def moments(samples: Float[Array, "K P"], centre: Float[Array, " P"]) -> Moments
 
 def summary(sums: Moments, offset: Float[Array, " P"]) -> tuple[Float[Array, " P"], Float[Array, ""], Float[Array, ""]]:
     """Variances, their sum and its standard error, where the mean lies `offset` away from the centre."""
-    variance = sums.spread / (sums.size - 1)
+    variance = sums.scatter / (sums.size - 1)
     # d measured from the mean instead of the centre is d - 2 x·offset + const.
-    spread = sums.norm_spread - 4 * sums.product @ offset
-    error = jnp.sqrt(jnp.maximum(spread, 0) / (sums.size - 1) / sums.size)
+    scatter = sums.norm_scatter - 4 * sums.product @ offset
+    error = jnp.sqrt(jnp.maximum(scatter, 0) / (sums.size - 1) / sums.size)
     return variance, jnp.sum(variance), error
 
 
@@ -142,8 +142,8 @@ def merge(a: Moments, b: Moments) -> Moments:
     return Moments(
         count,
         a.mean + share * apart,
-        a.spread + b.spread + weight * apart**2,
+        a.scatter + b.scatter + weight * apart**2,
         a.norm + share * norm_apart,
-        a.norm_spread + b.norm_spread + weight * norm_apart**2,
+        a.norm_scatter + b.norm_scatter + weight * norm_apart**2,
         a.product + b.product + weight * norm_apart * apart,
     )

@@ -1,4 +1,4 @@
-"""Everything about an episode, or about a long stream, that the variance of its gradient estimate depends on."""
+"""An episode, or a long stream, as the variance of its gradient estimate depends on it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Chunk, Model, Params, fold_weight, widened
 from streamgrad.checks import check_chunk, check_own_matrices, check_params, check_size, find_cut
+from streamgrad.keys import drawn_shapes
 from streamgrad.step import cuts
 from streamgrad.theory.tape import Tape, padded_length, same_episode
 from streamgrad.trees import restart
@@ -163,9 +164,9 @@ def collect(
     """
     _check(model, params, chunk, cut, block)
     params, chunk = widened(params), fold_weight(chunk)
-    tape, loss, head_grads, immediate, what = _forward(model, params, chunk, cut, block)
+    tape, loss, head_grads, immediate, found = _forward(model, params, chunk, cut, block)
     tape, cell_grads, diagonal = _backward(tape, immediate)
-    features, jacobian = (None, what) if tape.cut.features is None else (what, None)
+    features, jacobian = (None, found) if tape.cut.features is None else (found, None)
     if features is not None and len(features) == 1:
         features = features[0]
     return Episode(
@@ -184,8 +185,7 @@ def collect(
 
 def _check(model: Model, params: Any, chunk: Any, cut: Any, block: Any) -> None:
     check_own_matrices(model)
-    expected = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    check_params(expected, params)
+    check_params(drawn_shapes(model.init), params)
     find_cut(model, cut)
     if cut == "params":
         raise ValueError("the variance theory is for the cuts 'preactivation' and 'state', not 'params'.")
@@ -201,12 +201,12 @@ def _forward(
     vertex, fresh = model.cell.cuts[cut], model.init_state(params)
     start, unravel_state = ravel_pytree(fresh)
     z = vertex.into(params.cell, fresh, jax.tree.map(lambda leaf: leaf[0], chunk.inputs))
-    still = jax.tree.map(jnp.zeros_like, z)
-    zero = ravel_pytree(still)[0]
+    no_dz = jax.tree.map(jnp.zeros_like, z)
+    zero = ravel_pytree(no_dz)[0]
     length = jax.tree.leaves(chunk.inputs)[0].shape[0]
     # An episode that begins inside a chunk owes nothing to the steps before it, nor does the chunk's first.
     reset = (jnp.zeros(length, bool) if chunk.reset is None else chunk.reset).at[0].set(True)
-    tape = Tape(params.cell, fresh, still, None, chunk.inputs, reset, None, cut=vertex, block=block)
+    tape = Tape(params.cell, fresh, no_dz, None, chunk.inputs, reset, None, cut=vertex, block=block)
 
     def jacobian(before: Array, x: PyTree) -> Float[Array, "N P"]:
         def into(cell_params: PyTree) -> Array:
@@ -221,26 +221,26 @@ def _forward(
         after = tape.transition(params.cell, before, zero, x)
         loss, head_grads, immediate = model.read_out(params.head, unravel_state(after), target)
         if vertex.features is None:
-            what = jacobian(before, x)
+            immediate_jacobian = jacobian(before, x)
         else:
-            what = tuple(jax.tree.leaves(vertex.features(params.cell, unravel_state(before), x)))
-        return after, (before, loss, head_grads, immediate, what)
+            immediate_jacobian = tuple(jax.tree.leaves(vertex.features(params.cell, unravel_state(before), x)))
+        return after, (before, loss, head_grads, immediate, immediate_jacobian)
 
     _, found = jax.lax.scan(step, start, (chunk.inputs, chunk.targets, reset))
-    before, loss, head_grads, immediate, what = found
+    before, loss, head_grads, immediate, immediate_jacobian = found
     head_grads = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), head_grads)
-    return dataclasses.replace(tape, before=before), loss, head_grads, immediate, what
+    return dataclasses.replace(tape, before=before), loss, head_grads, immediate, immediate_jacobian
 
 
 def _backward(tape: Tape, immediate: Float[Array, "T S"]) -> tuple[Tape, PyTree, Float[Array, "T N"]]:
     """One reverse pass over all losses: the tape with dL/dh_t, the cell's gradient, and g_{t,t}."""
-    still = ravel_pytree(tape.still)[0]
+    no_dz = ravel_pytree(tape.no_dz)[0]
 
     def step(carry: tuple, now: tuple) -> tuple[tuple, tuple]:
         later, grads = carry
         vector, x, reset, immediate = now
         ahead = immediate + later
-        _, vjp = jax.vjp(lambda p, v, dz: tape.transition(p, v, dz, x), tape.params, vector, still)
+        _, vjp = jax.vjp(lambda p, v, dz: tape.transition(p, v, dz, x), tape.params, vector, no_dz)
         cell_grads, earlier, diagonal = vjp(ahead)
         return (jnp.where(reset, 0, earlier), jax.tree.map(jnp.add, grads, cell_grads)), (ahead, diagonal)
 
@@ -257,6 +257,5 @@ def _all_gradients(tape: Tape, immediate: Float[Array, "T S"], like: Float[Array
     def visit(b: Array, q: Int[Array, " K"], r: Int[Array, ""], dz: Float[Array, "K N"]) -> Array:
         return jax.lax.dynamic_update_slice(b, dz[:, None], (q[0], r, jnp.zeros_like(r)))
 
-    return tape.sweep(immediate, visit, jnp.zeros((padded_length(length, tape.block), length, size), like.dtype))[
-        :length
-    ]
+    start = jnp.zeros((padded_length(length, tape.block), length, size), like.dtype)
+    return tape.sweep(immediate, visit, start)[:length]

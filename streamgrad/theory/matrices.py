@@ -1,7 +1,7 @@
 """C and B: the matrices that the optimal α and the optimal Q_0 are solved from (Sections 7.1.1 and 7.1.2).
 
-Both are sums over pairs of steps (q, r). For r >= q what they need is g_{r,r}, which every episode has; pairs with
-r < q come from `Episode.fold`, the one place where it matters whether b is kept.
+Both are sums over pairs of steps (q, r). Pairs with r >= q need g_{r,r}, which every episode has; those with r < q come
+from `Episode.fold`, the one place where it matters whether b is kept.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ import jax.numpy as jnp
 
 from streamgrad._typing import Array, Float, Int
 from streamgrad.theory.episode import Episode
-from streamgrad.theory.spatial import Spatial, group_norms, make_alpha, row_squares, same_group, spatial_of
+from streamgrad.theory.spatial import Spatial, feature_squares, group_norms, make_alpha, same_group, spatial_of
 
 
 class PairSum(NamedTuple):
     """A sum over all pairs of steps (q, r).
 
     Attributes:
-      earlier: `earlier(q[K], r[R], g[K, R, N])`, what pairs with r < q add.
-      rest: what the pairs with r >= q add up to.
+      earlier: `earlier(q[K], r[R], g[K, R, N])`, the terms of pairs with r < q.
+      rest: the sum over the pairs with r >= q.
     """
 
     earlier: Callable[[Int[Array, " K"], Int[Array, " R"], Float[Array, "K R N"]], Array]
@@ -39,7 +39,7 @@ def add_up(ep: Episode, *sums: PairSum) -> tuple[Array, ...]:
 def row_weights(ep: Episode, spatial: Spatial) -> Float[Array, "T N"]:
     """‖(Q_0^{-1} J_q)_k‖² for every step q and entry k."""
     if ep.jacobian is None:
-        return spatial.row_weights(row_squares(ep.all_features, ep.rows))
+        return spatial.row_weights(feature_squares(ep.all_features, ep.rows))
     if spatial.inverse is None:
         shaped = ep.jacobian
     elif spatial.inverse.ndim == 1:
@@ -128,7 +128,7 @@ def b_matrix(ep: Episode, alpha: Any = None, groups: int = 1) -> Float[Array, "N
         )
     partition = spatial_of(ep, None, groups).partition
     alpha = make_alpha(alpha, ep.length, ep.dtype, partition)
-    norms = group_norms(row_squares(ep.all_features, ep.rows), partition)
+    norms = group_norms(feature_squares(ep.all_features, ep.rows), partition)
     roots = jnp.sqrt(norms)
 
     def square(scale: Float[Array, "*any G"], g: Float[Array, "*any N"]) -> Float[Array, "N N"]:

@@ -26,7 +26,7 @@ import numpy as np
 from streamgrad._typing import Array, Float, Int
 from streamgrad.theory.episode import Episode
 from streamgrad.theory.matrices import PairSum, add_up, row_weights, weights_so_far
-from streamgrad.theory.spatial import Spatial, make_alpha, row_squares, spatial_of
+from streamgrad.theory.spatial import Spatial, feature_squares, make_alpha, spatial_of
 
 
 def v(ep: Episode, alpha: Any = None, q0: Any = None, groups: int = 1) -> Float[Array, ""]:
@@ -164,4 +164,4 @@ def _cross_sum(ep: Episode) -> PairSum:
             total += jnp.sum((a[q] @ a[r].T) * jnp.einsum("kri,ki->kr", part, diagonal[q]))
         return 2 * total
 
-    return PairSum(earlier, jnp.sum(row_squares(features, ep.rows) * ep.diagonal**2))
+    return PairSum(earlier, jnp.sum(feature_squares(features, ep.rows) * ep.diagonal**2))

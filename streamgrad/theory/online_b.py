@@ -58,13 +58,7 @@ class BHalf(NamedTuple):
 
 
 class BMemory(NamedTuple):
-    """What the next step needs.
-
-    Attributes:
-      a: ã_t, one for each group.
-      m: the half with ν.
-      n: the half with μ.
-    """
+    """The memory of the recursions: ã_t of each group, the half with ν and the half with μ."""
 
     a: Float[Array, " G"]
     m: BHalf
@@ -72,7 +66,7 @@ class BMemory(NamedTuple):
 
 
 class BEstimate(NamedTuple):
-    """An estimate of B and where it came from.
+    """An estimate of B and its factors.
 
     Attributes:
       b: of B^(T), symmetric, zero between groups; positive semidefinite on average only.
@@ -111,11 +105,8 @@ def draw_b_noise(key: Any, length: int, size: int, dtype: Any = None, noise: str
 
 def init_b(partition: Groups, state_size: int, dtype: Any) -> BMemory:
     """The memory at the beginning of an episode: all zero."""
-    half = BHalf(
-        jnp.zeros((partition.count, state_size), dtype),
-        jnp.zeros(len(partition.index), dtype),
-        jnp.zeros(len(partition.index), dtype),
-    )
+    zero = jnp.zeros(len(partition.index), dtype)
+    half = BHalf(jnp.zeros((partition.count, state_size), dtype), zero, zero)
     return BMemory(jnp.zeros(partition.count, dtype), half, half)
 
 
@@ -131,25 +122,15 @@ def advance_b(
 ) -> BMemory:
     """One step of the recursions above; pure, for use in a scan beside the gradient's own.
 
-    Args:
-      partition: of z into groups.
-      memory: from `init_b`, or the step before.
-      step: the network's step at preactivations, from `streamgrad.step.cuts.linearise`.
-      dl_dstate: dL_t/dh_t.
-      noise: this step's.
-      gamma: γ_t of the α that B is wanted for.
-      beta: β_t likewise.
-      rescale: "gir" balances h̃ against ν̃ by η and ζ, "none" leaves them 1; the mean is the same.
-
-    Returns:
-      The memory after the step.
+    γ_t and β_t are those of the α that B is wanted for. With `rescale="gir"` η and ζ balance h̃ against ν̃, with "none"
+    they are 1; the mean is the same.
     """
     if step.features is None:
         raise ValueError("B is estimated at preactivations: linearise at the cut 'preactivation'.")
     norms = jnp.stack([jnp.linalg.norm(a) for a in jax.tree.leaves(step.features)])
     a = memory.a / gamma + noise.sigma * norms[matrix_of_group(partition)] / beta
 
-    def advance(half: BHalf, spatial: Float[Array, " N"]) -> BHalf:
+    def one_half(half: BHalf, spatial: Float[Array, " N"]) -> BHalf:
         propagated = gamma[:, None] * jax.vmap(step.propagate)(half.tangent)
         pushed = noise.tau * beta[:, None] * jax.vmap(step.push)(partition.split(spatial))
         eta, zeta = _scales(partition, propagated, half.noise, rescale), _scales(partition, pushed, spatial, rescale)
@@ -157,13 +138,7 @@ def advance_b(
         tilde = eta[1][partition.index] * half.noise + zeta[1][partition.index] * spatial
         return BHalf(tangent, tilde, half.total + (a * (tangent @ dl_dstate))[partition.index] * tilde)
 
-    return BMemory(a, advance(memory.m, noise.nu), advance(memory.n, noise.mu))
-
-
-def symmetrised(partition: Groups, m: Float[Array, " N"], n: Float[Array, " N"]) -> Float[Array, "N N"]:
-    """½ (m̃ ñ^T + ñ m̃^T), zero between groups."""
-    product = jnp.outer(m, n)
-    return jnp.where(same_group(partition), (product + product.T) / 2, 0)
+    return BMemory(a, one_half(memory.m, noise.nu), one_half(memory.n, noise.mu))
 
 
 def estimate_b_online(
@@ -217,7 +192,7 @@ def estimate_b_online(
     def step(carry: tuple, now: tuple) -> tuple[tuple, tuple[Array, Array]]:
         state, memory = carry
         x, target, reset, noise, beta = now
-        # What has been summed up stays; what reaches back does not.
+        # The sums stay; the parts that carry the past on do not.
         clear = BMemory(begin.a, begin.m._replace(total=memory.m.total), begin.n._replace(total=memory.n.total))
         state, memory = restart(reset, (fresh, clear), (state, memory))
         at = linearise(vertex, params.cell, state, x)
@@ -228,7 +203,8 @@ def estimate_b_online(
     noise = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), noise)
     steps = (chunk.inputs, chunk.targets, chunk.reset, noise, alpha)
     _, (m, n) = jax.lax.scan(step, (fresh, begin), steps)
-    return BEstimate(symmetrised(partition, m[-1], n[-1]), m, n)
+    product = jnp.outer(m[-1], n[-1])
+    return BEstimate(jnp.where(same_group(partition), (product + product.T) / 2, 0), m, n)
 
 
 def _scales(partition: Groups, tangent: Array, noise: Array, rescale: str) -> tuple[Array, Array]:

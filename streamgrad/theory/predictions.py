@@ -1,4 +1,4 @@
-"""Which theory belongs to which estimator: the total variance of its gradient, as far as it is known."""
+"""The theory of each estimator: the total variance of its gradient, as far as it is known."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -11,7 +11,7 @@ SIGNS = -2.0  # excess kurtosis of random signs, the estimators' own noise
 
 
 class Prediction(NamedTuple):
-    """What theory says of an estimator.
+    """The predicted variance of an estimator.
 
     Attributes:
       variance: `variance(episode, alpha, options)`, the total variance given α of each step and the options of the

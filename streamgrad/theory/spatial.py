@@ -1,4 +1,4 @@
-"""How α, Q_0 and groups enter the variance: what C, B, V(Q) and the total variance share."""
+"""How α, Q_0 and groups enter the variance: the common part of C, B, V(Q) and the total variance."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import numpy as np
 from streamgrad._typing import Array, Float
 from streamgrad.checks import is_traced
 from streamgrad.noise.groups import Groups, make_groups
-from streamgrad.noise.shaping import check_q0, shaping
+from streamgrad.noise.shaping import Shaping, check_q0, shaping
 from streamgrad.step.cuts import Layout
 from streamgrad.theory.episode import Episode
 
@@ -18,7 +18,7 @@ class Spatial(NamedTuple):
     """The spatial side of a noise, Q_0 and groups, ready for use.
 
     Attributes:
-      partition: to which group each entry of z belongs.
+      partition: the groups of the entries of z.
       q0: Q_0, `[N, N]`, `[N]` or None for the identity.
       inverse: Q_0^{-1}, of the same shape.
     """
@@ -50,20 +50,15 @@ class Spatial(NamedTuple):
 
 
 def spatial_of(ep: Episode, q0: Any = None, groups: int = 1) -> Spatial:
-    """Q_0 and groups for an episode, checked.
-
-    Args:
-      ep: from `collect`.
-      q0: as in `uoro`.
-      groups: as in `uoro`.
-
-    Returns:
-      The two together.
-    """
+    """Q_0 and groups for an episode, as in `uoro`, checked."""
     check_q0(q0, ep.size)
     found = make_groups(Layout(ep.size, 0, ep.rows), ep.cut, groups, q0)
-    pair = shaping(q0, ep.dtype)
-    return Spatial(found, None, None) if pair is None else Spatial(found, pair.q0, pair.inverse)
+    return with_shaping(found, shaping(q0, ep.dtype))
+
+
+def with_shaping(groups: Groups, pair: Shaping | None) -> Spatial:
+    """Groups with Q_0 and its inverse; None for the identity."""
+    return Spatial(groups, None, None) if pair is None else Spatial(groups, pair.q0, pair.inverse)
 
 
 def partition(ep: Episode, groups: int = 1) -> np.ndarray:
@@ -88,17 +83,9 @@ def partition(ep: Episode, groups: int = 1) -> np.ndarray:
 
 
 def make_alpha(alpha: Any, length: int, dtype: Any, partition: Groups | None = None) -> Float[Array, "T G"]:
-    """α for every step and group, checked.
+    """α for every step and group, checked, from `[T]`, `[T, G]`, `[T, M]` with one for each weight matrix, or None.
 
-    Args:
-      alpha: `[T]`, the same for all groups; `[T, G]`; `[T, M]`, one for each weight matrix; or None for ones.
-      length: T.
-      dtype: to compute in.
-      partition: the groups, or None for a single one.
-
-    Returns:
-      α. Columns for matrices and for groups cannot be confused: where there are as many of one as of the other, each
-      matrix is a group.
+    Columns for matrices and for groups cannot be confused: where there are as many of both, each matrix is a group.
     """
     count = 1 if partition is None else partition.count
     if alpha is None:
@@ -130,16 +117,16 @@ def same_group(partition: Groups) -> np.ndarray:
 
 
 def matrix_of_row(rows: tuple[int, ...]) -> np.ndarray:
-    """To which weight matrix each entry of z belongs, `[N]`."""
+    """The weight matrix of each entry of z, `[N]`."""
     return np.repeat(np.arange(len(rows)), rows)
 
 
 def matrix_of_group(partition: Groups) -> np.ndarray:
-    """To which weight matrix each group belongs, `[G]`; every group must lie inside one."""
+    """The weight matrix of each group, `[G]`; every group must lie inside one."""
     return matrix_of_row(partition.rows)[np.unique(partition.index, return_index=True)[1]]
 
 
-def row_squares(features: tuple[Float[Array, "T _"], ...], rows: tuple[int, ...]) -> Float[Array, "T N"]:
+def feature_squares(features: tuple[Float[Array, "T _"], ...], rows: tuple[int, ...]) -> Float[Array, "T N"]:
     """The diagonal of J_t J_t^T: ‖a_t‖² of the weight matrix that each entry of z belongs to."""
     norms = jnp.stack([jnp.sum(a**2, axis=1) for a in features], axis=1)
     return norms[:, matrix_of_row(rows)]

@@ -4,7 +4,7 @@ Two families of gradients are wanted: b_s^(t) = dL_t/dz_s, and g_{q,r} = Σ_{t>=
 total variance depend on. For r >= q causality makes g_{q,r} = g_{r,r}, which one reverse pass gives for all r. For
 r < q no loss is added on the way back from q to r. Both families are therefore the same thing: a gradient with respect
 to the state at step q (dL_q/dh_q, or that of all losses from q on), taken back through the steps r <= q. `sweep` does
-it for blocks of q, and lets the caller reduce what it sees. Memory holds one block's gradients at one step r at a time.
+it for blocks of q, and the caller reduces the gradients. Memory holds those of one block at one step r at a time.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, Int, PyTree
 from streamgrad.base import Cut
-from streamgrad.checks import check_like
+from streamgrad.step.cuts import over_vectors
 
 # Wide enough for a matrix product to be worth its name, and narrow enough to skip most of what causality makes zero.
 DEFAULT_BLOCK = 32
@@ -26,12 +26,12 @@ DEFAULT_BLOCK = 32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tape:
-    """What a reverse pass needs of a stream; a pytree.
+    """A stream, ready for reverse passes; a pytree.
 
     Attributes:
       params: the cell's parameters.
       fresh: the state that an episode begins with.
-      still: a displacement of z that is zero, in the shape that the cut gives z.
+      no_dz: a displacement of z by zero, in the structure that the cut gives z.
       before: h_{t-1} ravelled, after a reset where there is one, `[T, S]`.
       inputs: x_t.
       reset: where episodes begin, `[T]`; the first step counts.
@@ -43,7 +43,7 @@ class Tape:
     # Not annotated with shapes: mapped over, every leaf has a batch axis, and JAX puts other things in their places.
     params: Any
     fresh: Any
-    still: Any
+    no_dz: Any
     before: Any
     inputs: Any
     reset: Any
@@ -53,16 +53,13 @@ class Tape:
 
     def transition(self, params: PyTree, vector: Float[Array, " S"], dz: Float[Array, " N"], x: PyTree) -> Array:
         """h_t as a vector, with z_t displaced by `dz`."""
-        unravel_state, unravel_z = ravel_pytree(self.fresh)[1], ravel_pytree(self.still)[1]
-        new = self.cut.inject(params, unravel_state(vector), x, unravel_z(dz))
-        check_like("the state that the cell's step returns", self.fresh, new, "the state it was given")
-        return ravel_pytree(new)[0].astype(vector.dtype)
+        return over_vectors(self.cut, self.fresh, self.no_dz)(params, vector, dz, x)
 
     def pull(self, r: Any, cotangents: Float[Array, "K S"]) -> tuple[Float[Array, "K S"], Float[Array, "K N"]]:
         """From gradients with respect to h_r to those with respect to h_{r-1} and to z_r."""
         x = jax.tree.map(lambda leaf: leaf[r], self.inputs)
-        still = ravel_pytree(self.still)[0]
-        _, vjp = jax.vjp(lambda v, dz: self.transition(self.params, v, dz, x), self.before[r], still)
+        no_dz = ravel_pytree(self.no_dz)[0]
+        _, vjp = jax.vjp(lambda v, dz: self.transition(self.params, v, dz, x), self.before[r], no_dz)
         earlier, dz = jax.vmap(vjp)(cotangents)
         return jnp.where(self.reset[r], 0, earlier), dz
 
@@ -112,7 +109,7 @@ def padded_length(length: int, block: int | None) -> int:
 
 
 def same_episode(episode: Int[Array, " T"]) -> Bool[Array, "T T"]:
-    """Whether no reset lies between two steps, given how many resets each has behind it."""
+    """Whether no reset lies between two steps, from the number of resets up to each."""
     return episode[:, None] == episode[None, :]
 
 

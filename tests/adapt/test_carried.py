@@ -282,7 +282,7 @@ def test_no_other_statistics():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda m: sg.carried(sg.rtrl(m)), "carried needs uoro"),
+        (lambda m: sg.carried(sg.rtrl(m)), "noise at the preactivations"),
         (lambda m: sg.carried(sg.batched(sg.uoro(m), 2)), "for one stream"),
         (lambda m: sg.carried(sg.carried(sg.uoro(m))), "by itself"),
         (lambda m: sg.carried(sg.uoro(m, cut="state")), "at the preactivations"),

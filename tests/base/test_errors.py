@@ -46,10 +46,19 @@ OPTIONS = {
     "alpha for other groups": (lambda: sg.uoro(MODEL, rescale=np.ones((3, 3)), groups=2), "3 columns, but .* 2 groups"),
     "window below 1": (lambda: sg.windowed_bptt(MODEL, window=0), "window must be a whole number of at least 1"),
     "window not whole": (lambda: sg.windowed_bptt(MODEL, window=2.0), "window must be a whole number"),
-    "window below every": (lambda: sg.windowed_bptt(MODEL, 3, every=4), "window must be at least every, .* but window=3"),
-    "every below 1": (lambda: sg.windowed_bptt(MODEL, window=3, every=0), "every must be a whole number of at least 1, not 0"),
+    "window below every": (
+        lambda: sg.windowed_bptt(MODEL, 3, every=4),
+        "window must be at least every, .* but window=3",
+    ),
+    "every below 1": (
+        lambda: sg.windowed_bptt(MODEL, window=3, every=0),
+        "every must be a whole number of at least 1, not 0",
+    ),
     "every not whole": (lambda: sg.windowed_bptt(MODEL, window=3, every=1.5), "every must be a whole number"),
-    "replay no bool": (lambda: sg.windowed_bptt(MODEL, window=3, replay="no"), "replay must be True or False, not 'no'"),
+    "replay no bool": (
+        lambda: sg.windowed_bptt(MODEL, window=3, replay="no"),
+        "replay must be True or False, not 'no'",
+    ),
     "recompute below 1": (lambda: sg.bptt(MODEL, recompute=0), "recompute must be a whole number"),
     "no batch": (lambda: sg.batched(sg.uoro(MODEL), 0), "batch_size must be a whole number"),
     "no units": (lambda: sg.cells.lstm(3, 0), "n_hidden must be a whole number"),

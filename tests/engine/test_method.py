@@ -198,7 +198,9 @@ def counting(model, size=2):
     def init(params):
         return sg.EstimatorState(model.init_state(params), jnp.zeros(2), ())
 
-    inner = sg.by_steps(model, model.cell.cuts["state"], init, lambda s, m, *_: (m + 1, {}), lambda b, a, s, g: s.backprop(g))
+    inner = sg.by_steps(
+        model, model.cell.cuts["state"], init, lambda s, m, *_: (m + 1, {}), lambda b, a, s, g: s.backprop(g)
+    )
 
     def run(*arguments):
         outcome = inner(*arguments)
@@ -213,7 +215,9 @@ def test_a_state_of_another_shape_is_refused():
     model, params, chunk = setup(reset=None, weigh=False)
     est, batch = made(counting, model), stacked([chunk] * 2)
     many, wrong = sg.batched(est, 2), made(counting, model, size=3)
-    memory = r"state.memory must have the shape of what this estimator's own init\(params\) returns, \(2,\), but .* \(3,\)"
+    memory = (
+        r"state.memory must have the shape of what this estimator's own init\(params\) returns, \(2,\), but .* \(3,\)"
+    )
     cases = (
         (lambda: est.update(params, est.init(params)._replace(memory=jnp.zeros(3)), chunk), memory),
         (lambda: est.advance(params, est.init(params)._replace(memory=jnp.zeros(3)), chunk.inputs), memory),

@@ -25,7 +25,7 @@ def record(folder: str) -> None:
     for cell in models():
         cases = [(name, outcome(cell, name)) for other, name in all_cases() if other == cell]
         found = {f"{name} | {part}": value for name, parts in cases for part, value in parts.items()}
-        np.savez_compressed(Path(folder) / f"{cell}.npz", **found)
+        np.savez_compressed(Path(folder) / f"{cell.replace(' ', '_')}.npz", **found)
         print(f"{cell}: {len(cases)} estimators, {sum('refused' in parts for _, parts in cases)} refused", flush=True)
 
 

@@ -64,7 +64,7 @@ def outcome(cell: str, name: str) -> dict[str, np.ndarray]:
 @functools.cache
 def record_of(folder: Path, cell: str) -> dict[str, np.ndarray]:
     """All that was recorded of a cell."""
-    with np.load(folder / f"{cell}.npz", allow_pickle=False) as golden:
+    with np.load(folder / f"{cell.replace(' ', '_')}.npz", allow_pickle=False) as golden:
         return {key: golden[key] for key in golden.files}
 
 

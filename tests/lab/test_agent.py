@@ -31,7 +31,7 @@ def lived(agent, config, steps=STEPS, rate=0.0):
 def read_again(model, params, immediate=False):
     """By a stream: log π(a_t), V_t and the entropy of its whole history, step by step, and their Jacobians."""
     vector, unravel = ravel_pytree(params)
-    cell, fresh = model.given, model.given.init_state()
+    cell, fresh = model.cell, model.cell.init_state()
 
     def read(vector, history):
         params = unravel(vector)
@@ -75,9 +75,9 @@ def textbook(model, params, seen, config, immediate=False):
 
 MAKE = {
     "rtrl": sg.rtrl,
-    "tbptt": functools.partial(sg.tbptt, window=8),  # no episode is longer
+    "windowed_bptt": functools.partial(sg.windowed_bptt, window=8),  # no episode is longer
     "immediate": sg.immediate,
-    "tbptt-3": functools.partial(sg.tbptt, window=3),
+    "windowed_bptt-3": functools.partial(sg.windowed_bptt, window=3),
     "ok": functools.partial(sg.ok, rank=2),
     "uoro": sg.uoro,
     "snap": sg.snap,
@@ -85,7 +85,7 @@ MAKE = {
 
 
 # Every cell with the exact one, and every estimator with some cell: each is a program to compile.
-PAIRS = [("rtrl", cell) for cell in ("vanilla", "gru", "lru")] + [("tbptt", "vanilla"), ("immediate", "gru")]
+PAIRS = [("rtrl", cell) for cell in ("vanilla", "gru", "lru")] + [("windowed_bptt", "vanilla"), ("immediate", "gru")]
 
 
 @pytest.mark.parametrize(("make", "cell"), few(PAIRS, ("rtrl", "vanilla")))
@@ -115,7 +115,7 @@ def test_traces_are_the_lambda_return_of_whole_episodes():
     np.testing.assert_allclose(-found, expected, rtol=1e-10)
 
 
-ANY = [("ok", "vanilla"), ("tbptt-3", "rtu"), ("uoro", "gru"), ("snap", "vanilla"), ("snap", "lru")]
+ANY = [("ok", "vanilla"), ("windowed_bptt-3", "rtu"), ("uoro", "gru"), ("snap", "vanilla"), ("snap", "lru")]
 
 
 @pytest.mark.slow

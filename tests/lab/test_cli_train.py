@@ -76,7 +76,7 @@ WRONG = {
     "option": (["train", "X", "--hiden", "5"], 2, "Unrecognized options: --hiden.*--hidden INT"),
     "number": (["train", "X", "--hidden", "many"], 2, "Error parsing --hidden: invalid literal for int"),
     "no folder": (["train"], 2, "Missing from streamgrad train"),
-    "estimator": (["train", "X", "--estimator", "uro"], 2, "--estimator must be one of bptt, tbptt, .*not 'uro'"),
+    "estimator": (["train", "X", "--estimator", "uro"], 2, "--estimator must be one of bptt, windowed_bptt, .*not 'uro'"),
     "pair": (["train", "X", "--task-options", "delay"], 2, "--task-options takes pairs NAME=VALUE, not 'delay'"),
     "name": (
         ["train", "X", *UORO, "group=2"],
@@ -89,7 +89,7 @@ WRONG = {
         "noise must be one of 'gaussian'",
     ),
     "same name": (
-        ["train", "X", "--estimator", "tbptt", "--estimator-options", "every=0"],
+        ["train", "X", "--estimator", "windowed_bptt", "--estimator-options", "every=0"],
         2,
         "--estimator-options every must be a whole number of at least 1, not 0",
     ),

@@ -25,8 +25,8 @@ def test_variance_of_spatial_rtrl_by_enumeration(cell, cut, shaped):
     patterns = tools.all_signs(length, n)
     (grads,) = tools.over_patterns(est, params, chunk, patterns)
     flat = np.concatenate([np.asarray(leaf).reshape(len(patterns), -1) for leaf in jax.tree.leaves(grads.cell)], axis=1)
-    ep = sg.variance.collect(model, params, chunk, cut)
-    got = sg.variance.spatial_total_variance(ep, q0, kurtosis=-2.0)
+    ep = sg.theory.collect(model, params, chunk, cut)
+    got = sg.theory.spatial_total_variance(ep, q0, kurtosis=-2.0)
     np.testing.assert_allclose(got, flat.var(axis=0).sum(), rtol=1e-10)
 
 
@@ -54,7 +54,7 @@ def test_verdicts_and_predictions(rows):
 def test_all_verdicts(all_rows):
     assert all_rows["rtrl"].verdict == "exact"
     assert all_rows["ok"].verdict == "exact"  # its 4 terms hold the 4 steps before the last chunk
-    for name in ("bptt", "tbptt window=3", "uoro inside=backprop shrink=auto", "wrong"):
+    for name in ("bptt", "windowed_bptt window=3", "uoro_across shrink=auto", "wrong"):
         assert all_rows[name].verdict == "biased", name
     for name, row in all_rows.items():
         if row.promise == "unbiased" and name not in ("ok", "wrong"):
@@ -75,7 +75,7 @@ def test_measured_is_what_the_theory_predicts(all_rows):
         "uoro",
         "uoro groups=4",
         "uoro cut=state",
-        "uoro inside=backprop",
+        "uoro_across",
         "preuoro",
     }
     for row in bounds:
@@ -87,10 +87,10 @@ def test_measured_is_what_the_theory_predicts(all_rows):
 def test_blocks_are_compared_where_they_fill_the_chunk():
     model = tools.make_model("vanilla", 1, 4)
     params = tools.make_params(model)
-    for chunk_length, blocks in ((4, ["tbptt window=8 every=4"]), (3, [])):
+    for chunk_length, blocks in ((4, ["windowed_bptt window=8 every=4"]), (3, [])):
         chunk = tools.make_chunk(model, 8)
-        found = list(candidates_for(model, params, chunk, only=["tbptt"]))
-        assert [one.name for one in found] == ["tbptt window=3", "tbptt window=10", "tbptt window=8 every=4"]
+        found = list(candidates_for(model, params, chunk, only=["windowed_bptt"]))
+        assert [one.name for one in found] == ["windowed_bptt window=3", "windowed_bptt window=10", "windowed_bptt window=8 every=4"]
         rows = compare(
             model, params, chunk, jax.random.key(0), candidates=found[2:], repeats=1, chunk_length=chunk_length
         )
@@ -100,7 +100,7 @@ def test_blocks_are_compared_where_they_fill_the_chunk():
 @pytest.mark.slow
 def test_batches_of_streams_measure_what_single_ones_do(all_rows):
     model, params, chunk = network()
-    got = sg.variance.empirical(sg.uoro(model), params, chunk, jax.random.key(8), 4000, block=1000)
+    got = sg.theory.empirical(sg.uoro(model), params, chunk, jax.random.key(8), 4000, block=1000)
     norm = jnp.sum(ravel_pytree(tools.bptt(model, params, chunk).cell)[0] ** 2)
     error = all_rows["uoro"].variance_error + float(got.total_variance_error / norm)
     assert abs(all_rows["uoro"].variance - float(got.total_variance / norm)) < 4 * error
@@ -188,11 +188,11 @@ def test_the_chunk_length_matters(all_rows):
     parts = tools.run(sg.bptt(model), params, list(tools.split(chunk, (4, 2))))[0]
     want = jnp.sum((ravel_pytree(parts.cell)[0] - exact) ** 2) / jnp.sum(exact**2)
     np.testing.assert_allclose(all_rows["bptt"].squared_error, want, rtol=1e-9)
-    assert all_rows["ok rank=1"].verdict == all_rows["uoro inside=backprop"].verdict == "none seen"
-    for name in ("ok rank=1", "uoro inside=backprop"):
+    assert all_rows["ok rank=1"].verdict == all_rows["uoro_across"].verdict == "none seen"
+    for name in ("ok rank=1", "uoro_across"):
         assert 0 < all_rows[name].variance < 0.1 * all_rows["uoro"].variance, name
 
-    across = [sg.bptt(model), sg.ok(model, rank=1), sg.uoro(model, inside="backprop")]
+    across = [sg.bptt(model), sg.ok(model, rank=1), sg.uoro_across(model)]
     some = [Candidate(str(index), "unbiased", est) for index, est in enumerate(across)]
     whole = compare(model, params, chunk, jax.random.key(3), 32, 8, repeats=1, candidates=some)
     assert [(row.verdict, row.chunk_length) for row in whole] == 3 * [("exact", 6)]
@@ -208,7 +208,7 @@ def test_variance_across_chunks_is_what_the_theory_predicts():
 
     def predict(alpha, chunk_length):
         assert alpha.shape[1:] == (3, 2) and bool(jnp.all(alpha == 1))  # one for each chunk and block
-        ep = sg.variance.collect_chunks(model, params, chunk, chunk_length)
+        ep = sg.theory.collect_chunks(model, params, chunk, chunk_length)
         return theory.variance(ep, alpha[0], options)
 
     est = sg.uoro(model, rescale="none", **options)
@@ -235,7 +235,7 @@ def test_noise_across_chunks_is_on_the_state_of_any_cell():
     model = tools.make_model("nested")
     params, chunk = tools.make_params(model), tools.make_chunk(model, 4)
     names = {one.name for one in candidates_for(model, params, chunk, only=["uoro"])}
-    assert {"uoro", "uoro inside=backprop"} <= names
+    assert {"uoro", "uoro_across"} <= names
 
 
 def test_progress_has_one_total_for_each_part():
@@ -249,7 +249,7 @@ def test_progress_has_one_total_for_each_part():
     some = candidates_for(model, params, chunk, only=["preuoro", "uoro"])
     made = list(some)
     assert len(some) == len(made) and made[-1].name == "preuoro" and sum(one.hindsight for one in made) == 2
-    few = [one for one in made if one.name in ("preuoro", "uoro inside=backprop shrink=auto")]
+    few = [one for one in made if one.name in ("preuoro", "uoro_across shrink=auto")]
     compare(model, params, chunk, jax.random.key(3), 4, 1, 2, iter(few), progress)
     assert seen["preparing"] == [(0, 2), (1, 2), (2, 2)]  # one of the two needs two streams, and is passed over
     assert seen["measuring"] == [(0, 1), (1, 1)] and seen["timing"] == [(0, 2), (1, 2), (2, 2)]

@@ -134,7 +134,7 @@ def test_the_figure_of_all_rows_can_be_drawn(seed):
     check_figure([row._replace(us_per_step=time) for row, time in rows])
 
 
-TBPTT = ["tbptt window=10", "tbptt window=8 every=4", "tbptt window=3"]  # the further back, the less error
+WINDOWS = ["windowed_bptt window=10", "windowed_bptt window=8 every=4", "windowed_bptt window=3"]  # the further back, the less error
 
 
 COMMAND = ["compare", "--cell", "vanilla", "--hidden", "2", "--length", "12", "--updates", "2", "--samples", "32"]
@@ -143,15 +143,15 @@ COMMAND = ["compare", "--cell", "vanilla", "--hidden", "2", "--length", "12", "-
 @pytest.mark.slow
 def test_command(tmp_path, capsys):
     table = tmp_path / "table.csv"
-    assert main([*COMMAND, "--estimators", "rtrl", "tbptt", "--csv", str(table)]) == 0
+    assert main([*COMMAND, "--estimators", "rtrl", "windowed_bptt", "--csv", str(table)]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[0] == "A stream of 12 steps in one chunk; B = 8 streams."
     assert lines[3].split()[:2] == ["1", "rtrl"] and "How to read it" in out
-    assert "measuring: 0 of 4, tbptt window=3" in err
+    assert "measuring: 0 of 4, windowed_bptt window=3" in err
     assert max(map(len, out.splitlines())) <= 80
     with table.open(newline="") as file:
-        assert [row["name"] for row in csv.DictReader(file)] == ["rtrl", *TBPTT]
+        assert [row["name"] for row in csv.DictReader(file)] == ["rtrl", *WINDOWS]
     assert main([*COMMAND, "--estimators", "rtrl", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["name"] == "rtrl"
 

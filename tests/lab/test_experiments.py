@@ -35,7 +35,7 @@ def test_q0_is_the_optimal_one_but_for_its_scale(root):
     x = jax.random.normal(jax.random.key(0), (6, 9)) * jnp.exp(-jnp.arange(6.0))[:, None]
     b = x @ x.T
     q0, inverse = damped_q0(b, jnp.asarray(0.005), root)
-    expected = sg.variance.optimal_q0(b, 0.005) * (jnp.trace(b) / 6) ** 0.25
+    expected = sg.theory.optimal_q0(b, 0.005) * (jnp.trace(b) / 6) ** 0.25
     np.testing.assert_allclose(q0, expected, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(q0 @ inverse, np.eye(6), atol=1e-12)
 
@@ -71,12 +71,12 @@ def test_estimator_is_uoro_with_the_q0_of_past_episodes(alpha):
 
     @jax.jit
     def one_by_one(stream, key, used):
-        q0 = sg.variance.optimal_q0(before.shared.b, 0.01)
-        ep = sg.variance.collect(MODEL, params, stream)
-        best = sg.variance.optimal_alpha(sg.variance.c_matrix(ep, q0))
+        q0 = sg.theory.optimal_q0(before.shared.b, 0.01)
+        ep = sg.theory.collect(MODEL, params, stream)
+        best = sg.theory.optimal_alpha(sg.theory.c_matrix(ep, q0))
         uoro = sg.uoro(MODEL, noise="gaussian", rescale=used if alpha == "optimal" else "gir", q0=q0)
         ours, _, told = uoro.update(params, uoro.init(params), stream, key)
-        theory = sg.variance.v(ep, used, q0), sg.variance.total_variance(ep, used, q0)
+        theory = sg.theory.v(ep, used, q0), sg.theory.total_variance(ep, used, q0)
         return ep, best.value, ours, told, theory
 
     all_b, all_grads = [], []

@@ -42,9 +42,7 @@ def test_optimal_q0_is_the_formula_and_minimises_v():
         got = sg.theory.optimal_q0(jnp.asarray(b), damping)
         np.testing.assert_allclose(got, want, rtol=1e-7, atol=1e-9)
         np.testing.assert_array_equal(got, got.T)
-    qq = np.asarray(sg.theory.optimal_q0(jnp.asarray(b), 0.0)) @ np.asarray(
-        sg.theory.optimal_q0(jnp.asarray(b), 0.0)
-    )
+    qq = np.asarray(sg.theory.optimal_q0(jnp.asarray(b), 0.0)) @ np.asarray(sg.theory.optimal_q0(jnp.asarray(b), 0.0))
     gain = sg.theory.predicted_gain(jnp.asarray(b))
     shaped = np.trace(b @ qq) * np.trace(np.linalg.inv(qq))
     np.testing.assert_allclose(shaped, gain.shaped, rtol=1e-8)

@@ -223,7 +223,8 @@ class _Learner:
         """Read, judge the last action, learn, act."""
         config, params, begins = self.config, state.params, state.begins
         noise, act_key, world_key = jax.random.split(_key(state.seed, state.step + 1), 3)
-        outputs, memory = self.est.advance(params, state.memory, state.observation[:, None], noise, begins[:, None])
+        seen = state.observation[:, None]
+        outputs, memory, trace = self.est.advance(params, state.memory, seen, noise, begins[:, None])
         output = outputs[:, 0]
         logits, value = self._read(params.head, output)
         _, value_before = self._read(params.head, state.output)
@@ -232,10 +233,10 @@ class _Learner:
         action = jax.random.categorical(act_key, logits)
         scores = jax.vmap(jax.grad(self._score, argnums=(0, 1)), in_axes=(None, 0, 0))
         head, dl_doutput = scores(params.head, output, action)
-        score = Params(self.est.credit(params, memory, dl_doutput[:, None], per_stream=True), head)
+        score = Params(self.est.credit(params, trace, dl_doutput[:, None], per_stream=True), head)
         entropies = jax.vmap(jax.grad(self._entropy, argnums=(0, 1)), in_axes=(None, 0))
         head, dl_doutput = entropies(params.head, output)
-        spread = Params(self.est.credit(params, memory, dl_doutput[:, None]), jax.tree.map(_mean, head))
+        spread = Params(self.est.credit(params, trace, dl_doutput[:, None]), jax.tree.map(_mean, head))
 
         def descent(eligibility: Array, spread: Array) -> Array:
             return -jnp.tensordot(delta, eligibility, axes=1) / config.streams - config.entropy * spread
@@ -253,7 +254,7 @@ class _Learner:
         new = AgentState(
             params=learnt,
             optimiser=optimiser,
-            memory=memory._replace(trace=None),
+            memory=memory,
             eligibility=eligibility,
             output=output,
             world=world,

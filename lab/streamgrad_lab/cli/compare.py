@@ -15,7 +15,7 @@ import jax
 import optax
 import tyro
 
-from streamgrad import Chunk, Model, Params, batched, bptt
+from streamgrad import Chunk, Model, Params, batched, bptt, worked
 from streamgrad.checks import check_at_most, check_size
 from streamgrad.estimators import REGISTRY
 from streamgrad_lab import own
@@ -167,7 +167,7 @@ def prepare(options: Options, task: Task, key: Any) -> tuple[Model, Params, Chun
     ts = run_one(training_step(task, est, optimizer), task.data, ts, options.updates)
     many, _ = task.sample(task.data, task.init(key), key)
     # Over matrices, as the theory is: arrays that are none are columns, of the same numbers.
-    return model.inner, model.enter(ts.params), jax.tree.map(lambda leaf: leaf[0], many)
+    return worked(model), model.enter(ts.params), jax.tree.map(lambda leaf: leaf[0], many)
 
 
 def past_of(task: Task, key: Any) -> Callable[[int], Chunk]:
@@ -246,7 +246,7 @@ relative to its squared norm. Estimators get the stream chunk by chunk.
 - best: no other row has as small an error, within noise, in less time, or in
   less memory, or both.
 - bptt looks back to the beginning of the chunk, so that it is truncated BPTT;
-  rtrl, ok (8 terms, if no rank is said) and uoro with inside=backprop add to it
+  rtrl, ok (8 terms, if no rank is said) and uoro_across add to it
   what lies before.
 - bias² does not fall with the number of streams; seen is "none" where it is
   not beyond noise. variance is that of one stream's estimate.

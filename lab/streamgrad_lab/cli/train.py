@@ -142,7 +142,7 @@ def main(options: Options) -> int:
         plan = Plan(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Plan)})
         optimizer = make_optimizer(options.optimizer, options.learning_rate, options.momentum, options.clip)
     task = make_task(options.task, given["task_options"], data=options.data, **sizes)
-    # An estimator may have an option of the same name, as tbptt has `every`.
+    # An estimator may have an option of the same name, as windowed_bptt has `every`.
     names |= {name: f"--estimator-options {name}" for name in given["estimator_options"]}
     with from_options(**names):
         model = make_model(options.cell, options.hidden, options.layers, task)

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad import Model, Params
-from streamgrad.checks import check_model
+from streamgrad import Model, Params, worked
 from streamgrad_lab.manifest import FILE, load_manifest
 from streamgrad_lab.tasks.base import Task
 from streamgrad_lab.training.build import make_model, make_task
@@ -83,7 +82,7 @@ def load_params(
     if model is None:
         assert task is not None
         model = make_model(described["cell"], described["hidden"], described["layers"], task)
-    check_model(model)
+    worked(model)  # raises where it is no model
     saved = Checkpoints(folder / CHECKPOINT).newest()
     if saved is None:
         raise ValueError(f"the run in {folder} has no checkpoint to read parameters from.")

@@ -23,13 +23,13 @@ from streamgrad_lab.progress import Progress, silent
 PARTS: dict[str, ModuleType] = {"recall": recall, "series": series, "text": text, "copy": copying, "agent": agent}
 
 # What people would choose from, where every method on every task would be too much to read.
-FEW = ("rtrl", "ok(8)", "uoro", "uoro inside chunks", "snap(1)", "bptt", "immediate")
+FEW = ("rtrl", "ok(8)", "uoro", "uoro_across", "snap(1)", "bptt", "immediate")
 LAPTOP = tuple(name for name in FEW if name != "uoro")
 TEXT = (
     "rtrl",
     "ok(8)",
-    "uoro inside chunks",
-    "uoro inside chunks, shrunk",
+    "uoro_across",
+    "uoro_across, shrunk",
     "snap(1) inside chunks",
     "bptt",
     "immediate",

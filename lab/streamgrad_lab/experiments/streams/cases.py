@@ -47,8 +47,8 @@ def file_of(*words: Any) -> str:
     """A file's name made of words: letters and digits, joined by dashes.
 
     Example:
-      >>> file_of("uoro inside chunks", 4), file_of("ok(8)", 16)
-      ('uoro-inside-chunks-4.csv', 'ok-8-16.csv')
+      >>> file_of("uoro_across", 4), file_of("ok(8)", 16)
+      ('uoro_across-4.csv', 'ok-8-16.csv')
     """
     return "-".join(re.findall(r"[a-z0-9_]+", " ".join(map(str, words)).lower())) + ".csv"
 

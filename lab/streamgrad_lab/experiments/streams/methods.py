@@ -20,7 +20,7 @@ class Method(NamedTuple):
     options: dict[str, Any]
 
 
-WINDOWED = "tbptt"  # in the registry, backpropagation from every loss through a window that also reaches across chunks
+WINDOWED = "windowed_bptt"
 
 METHODS = {
     "rtrl": Method("rtrl", {}),
@@ -28,8 +28,8 @@ METHODS = {
     "preuoro": Method("preuoro", {}),
     "uoro": Method("uoro", {}),
     "uoro, 64 groups": Method("uoro", {"groups": 64}),
-    "uoro inside chunks": Method("uoro", {"inside": "backprop"}),
-    "uoro inside chunks, shrunk": Method("uoro", {"inside": "backprop", "shrink": "auto"}),
+    "uoro_across": Method("uoro_across", {}),
+    "uoro_across, shrunk": Method("uoro_across", {"shrink": "auto"}),
     "snap(1)": Method("snap", {"order": 1}),
     "snap(1) inside chunks": Method("snap", {"order": 1, "inside": "backprop"}),
     "sketch(4)": Method("sketch", {"rank": 4}),
