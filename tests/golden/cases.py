@@ -125,7 +125,8 @@ CELLS = {
 WHOLE = ("gru", "stack", "nested", "lru")
 MAIN = (
     "bptt", "window 3", "artbp", "dni", "immediate", "rtrl", "local_rtrl", "snap 1", "snap 2", "snap backprop",
-    "eprop random", "rflo random", "ok 2", "sketch", "uoro", "uoro state", "uoro groups", "across blocks", "preuoro", "reinforce",
+    "eprop random", "rflo random", "ok 2", "sketch", "uoro", "uoro state", "uoro groups", "across blocks", "preuoro",
+    "reinforce",
 )  # fmt: skip
 
 

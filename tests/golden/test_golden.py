@@ -1,4 +1,4 @@
-"""Gradients are those that were recorded: a redesign changes no number. `python -m tests.golden record` records anew."""
+"""Gradients are those that were recorded: a redesign changes no number. `python -m tests.golden record` writes new ones."""
 
 import json
 import os

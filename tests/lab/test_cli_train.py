@@ -76,7 +76,11 @@ WRONG = {
     "option": (["train", "X", "--hiden", "5"], 2, "Unrecognized options: --hiden.*--hidden INT"),
     "number": (["train", "X", "--hidden", "many"], 2, "Error parsing --hidden: invalid literal for int"),
     "no folder": (["train"], 2, "Missing from streamgrad train"),
-    "estimator": (["train", "X", "--estimator", "uro"], 2, "--estimator must be one of bptt, windowed_bptt, .*not 'uro'"),
+    "estimator": (
+        ["train", "X", "--estimator", "uro"],
+        2,
+        "--estimator must be one of bptt, windowed_bptt, .*not 'uro'",
+    ),
     "pair": (["train", "X", "--task-options", "delay"], 2, "--task-options takes pairs NAME=VALUE, not 'delay'"),
     "name": (
         ["train", "X", *UORO, "group=2"],

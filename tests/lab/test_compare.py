@@ -90,7 +90,11 @@ def test_blocks_are_compared_where_they_fill_the_chunk():
     for chunk_length, blocks in ((4, ["windowed_bptt window=8 every=4"]), (3, [])):
         chunk = tools.make_chunk(model, 8)
         found = list(candidates_for(model, params, chunk, only=["windowed_bptt"]))
-        assert [one.name for one in found] == ["windowed_bptt window=3", "windowed_bptt window=10", "windowed_bptt window=8 every=4"]
+        assert [one.name for one in found] == [
+            "windowed_bptt window=3",
+            "windowed_bptt window=10",
+            "windowed_bptt window=8 every=4",
+        ]
         rows = compare(
             model, params, chunk, jax.random.key(0), candidates=found[2:], repeats=1, chunk_length=chunk_length
         )
@@ -202,17 +206,17 @@ def test_the_chunk_length_matters(all_rows):
 def test_variance_across_chunks_is_what_the_theory_predicts():
     """Without rescaling the theory is exact: four standard errors, for a sample of fixed seed."""
     model, params, chunk = network()
-    options = {"inside": "backprop", "blocks": 2}
-    theory = find_prediction("uoro", options)
-    assert theory is not None and find_prediction("uoro", {**options, "shrink": "auto"}) is None
+    options = {"blocks": 2}
+    theory = find_prediction("uoro_across", options)
+    assert theory is not None and find_prediction("uoro_across", {**options, "shrink": "auto"}) is None
 
     def predict(alpha, chunk_length):
         assert alpha.shape[1:] == (3, 2) and bool(jnp.all(alpha == 1))  # one for each chunk and block
         ep = sg.theory.collect_chunks(model, params, chunk, chunk_length)
         return theory.variance(ep, alpha[0], options)
 
-    est = sg.uoro(model, rescale="none", **options)
-    some = [Candidate("uoro", "unbiased", est, predict)]
+    est = sg.uoro_across(model, rescale="none", **options)
+    some = [Candidate("uoro_across", "unbiased", est, predict)]
     (row,) = compare(model, params, chunk, jax.random.key(5), 4096, 8, 1, some, chunk_length=2)
     assert abs(row.variance - row.predicted) < 4 * row.variance_error < 0.5 * row.variance
 

@@ -134,7 +134,8 @@ def test_the_figure_of_all_rows_can_be_drawn(seed):
     check_figure([row._replace(us_per_step=time) for row, time in rows])
 
 
-WINDOWS = ["windowed_bptt window=10", "windowed_bptt window=8 every=4", "windowed_bptt window=3"]  # the further back, the less error
+# The further back, the less error.
+WINDOWS = ["windowed_bptt window=10", "windowed_bptt window=8 every=4", "windowed_bptt window=3"]
 
 
 COMMAND = ["compare", "--cell", "vanilla", "--hidden", "2", "--length", "12", "--updates", "2", "--samples", "32"]
