@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PYTEST := pytest -n 2 --dist worksteal --durations 10
 
-.PHONY: setup lint format types unit slow test oldest newest newest-found library wheels table pages demo clean
+.PHONY: setup lint format types unit slow test oldest newest newest-found library wheels generated demo clean
 
 setup: $(STAMP)
 
@@ -123,9 +123,8 @@ wheels: .venv-wheels/.installed
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest .venv-library .venv-wheels .pytest_cache .ruff_cache build dist
 
-table: setup
-	$(BIN)/python -m tests.docs.test_readme
-
-# From docstrings and what was measured; `python -m benchmarks.pages` measures again.
-pages: setup
+# Text that follows from the registry and from docstrings: exports, the README's table, and a page for each estimator, with
+# the numbers that were measured; `python -m benchmarks.pages` measures again.
+generated: setup
+	$(BIN)/python -m tests.docs.generated
 	$(BIN)/python -m benchmarks.pages --write-only

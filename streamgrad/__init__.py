@@ -55,9 +55,6 @@ from streamgrad.estimators import (
     uoro_across,
     windowed_bptt,
 )
-from streamgrad.noise.settings import with_noise
-from streamgrad.step import cuts
-
 # /estimators
 
 __version__ = "0.1.0"

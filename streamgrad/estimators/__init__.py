@@ -1,5 +1,7 @@
 """Gradient estimators: one published algorithm per file, and the registry of what they promise."""
 
+from streamgrad.estimators.registry import REGISTRY, Row, find_estimator, markdown_table
+
 # estimators: written by `make generated`
 from streamgrad.estimators.artbp import artbp
 from streamgrad.estimators.bptt import bptt
@@ -10,7 +12,6 @@ from streamgrad.estimators.local_rtrl import local_rtrl
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
 from streamgrad.estimators.preuoro import preuoro
-from streamgrad.estimators.registry import REGISTRY, Row, find_estimator, markdown_table
 from streamgrad.estimators.reinforce import reinforce
 from streamgrad.estimators.rflo import rflo
 from streamgrad.estimators.rtrl import rtrl
@@ -20,7 +21,6 @@ from streamgrad.estimators.spatial_rtrl import spatial_rtrl
 from streamgrad.estimators.uoro import uoro
 from streamgrad.estimators.uoro_across import uoro_across
 from streamgrad.estimators.windowed_bptt import windowed_bptt
-
 # /estimators
 
 __all__ = [  # noqa: RUF022, the estimators by themselves

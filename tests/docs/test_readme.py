@@ -1,6 +1,6 @@
 """The README and the pages it leads to are true: their examples run as printed, and the table is the registry.
 
-`make table` (this file as a script) brings the table up to date.
+`make generated` brings the table up to date.
 """
 
 import os
@@ -11,19 +11,13 @@ import sys
 import pytest
 
 import streamgrad as sg
-from streamgrad.estimators import markdown_table
 from tests.cells.libraries import library
+from tests.docs import generated
 from tests.tools import ROOT, code_blocks, error, few, make_chunk, make_model, make_params, run
 
 README = ROOT / "README.md"
 NAMES = ("chunks", "choosing", "variance", "carried", "acting", "reinforce", "scale")
 PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
-MARKS = ("<!-- estimators -->\n", "<!-- /estimators -->")
-
-
-def table_in(text: str) -> str:
-    begin, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
-    return text[begin:end]
 
 
 def test_the_first_screen_says_how_to_begin():
@@ -35,8 +29,16 @@ def test_the_first_screen_says_how_to_begin():
         assert re.search(rf"^    {command} +# .*: \d+ minutes$", screen, flags=re.MULTILINE), command
 
 
-def test_table_is_the_registry():
-    assert table_in(README.read_text()) == markdown_table(), "run `make table`"
+@pytest.mark.parametrize("path", generated.PARTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_table_and_exports_are_the_registry(path):
+    text = path.read_text()
+    assert generated.written(path, text) == text, "run `make generated`"
+
+
+def test_a_row_that_is_missing_would_be_seen():
+    for path in generated.PARTS:
+        text = path.read_text().replace("rtrl", "")
+        assert generated.written(path, text) != text
 
 
 @pytest.mark.slow
@@ -103,8 +105,3 @@ def test_the_library_sets_no_global_option():
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
-
-
-if __name__ == "__main__":
-    text = README.read_text()
-    README.write_text(text.replace(MARKS[0] + table_in(text), MARKS[0] + markdown_table()))

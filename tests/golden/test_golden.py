@@ -1,4 +1,4 @@
-"""Gradients are those that were recorded: a redesign changes no number. `python -m tests.golden record` writes new ones."""
+"""Gradients are those that were recorded: a redesign changes no number. `python -m tests.golden record` records."""
 
 import json
 import os
