@@ -34,6 +34,9 @@ from streamgrad.engine.monitored import monitored
 from streamgrad.engine.sharded import sharded
 from streamgrad.engine.streams import batched
 
+from streamgrad.noise.settings import with_noise
+from streamgrad.step import cuts
+
 # estimators: written by `make generated`
 from streamgrad.estimators import (
     artbp,
