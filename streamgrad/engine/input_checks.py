@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad.base import Chunk, EstimatorState, Params, Trace, given
+from streamgrad.base import Chunk, EstimatorState, Params, Trace, given, widened
 from streamgrad.checks import check_chunk, check_own_state, check_params, check_state, once_per_shape, one_step
 from streamgrad.engine.columns import Columns
 from streamgrad.engine.method import Method
@@ -53,7 +53,7 @@ def checks_of(method: Method, columns: Columns | None = None, many: bool = False
         """The state that `init` returns for parameters of these dtypes."""
         leaves, structure = jax.tree.flatten(expected)
         shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
-        return jax.eval_shape(lambda params: init(user.enter(params)), jax.tree.unflatten(structure, shapes))
+        return jax.eval_shape(lambda params: init(widened(user.enter(params))), jax.tree.unflatten(structure, shapes))
 
     def check_init(params: Params) -> None:
         if user is model:

@@ -16,6 +16,7 @@ from streamgrad.checks import check_batch, check_fits
 from streamgrad.engine.collectives import Devices, PerDevice
 from streamgrad.engine.columns import ColumnCut
 from streamgrad.engine.estimator import Engine
+from streamgrad.engine.input_checks import checks_of
 from streamgrad.trees import check_like
 
 
@@ -70,6 +71,7 @@ class Layout:
         """The state at the beginning of one stream."""
         if self._cut is None or not isinstance(self.est, Engine):
             return self.est.init(params)
+        checks_of(self.est.method).init(params)
         return self._cut.init(widened(given(self.est.method.model).enter(params)))
 
     def specs(self, state: EstimatorState) -> EstimatorState:

@@ -60,7 +60,7 @@ def test_names_of_arguments(row, cut):
     assert list(inspect.signature(est.init).parameters) == ["params"]
     assert list(inspect.signature(est.update).parameters) == ["params", "state", "chunk", "key"]
     assert list(inspect.signature(est.advance).parameters) == ["params", "state", "inputs", "key", "reset"]
-    assert list(inspect.signature(est.credit).parameters) == ["params", "state", "dl_doutput"]
+    assert list(inspect.signature(est.credit).parameters) == ["params", "trace", "dl_doutput"]
 
 
 def weigh(model, chunk):
