@@ -33,7 +33,6 @@ from streamgrad.engine.method import Method, Outcome, per_stream
 from streamgrad.engine.monitored import monitored
 from streamgrad.engine.sharded import sharded
 from streamgrad.engine.streams import batched
-
 from streamgrad.noise.settings import with_noise
 from streamgrad.step import cuts
 
