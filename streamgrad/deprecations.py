@@ -51,6 +51,14 @@ def renamed(module: Mapping[str, Any], name: str) -> Any:
         raise AttributeError(f"module 'streamgrad' has no attribute {name!r}")
     if not row.value:
         raise AttributeError(f"streamgrad.{name} is gone since version {row.since}: use {row.new}.")
+    return module[current_name(name, stacklevel=4)]
+
+
+def current_name(name: str, stacklevel: int = 3) -> str:
+    """The name that a public name has now, with a DeprecationWarning where it had another one."""
+    row = RENAMED.get(name)
+    if row is None or not row.value:
+        return name
     text = f"streamgrad.{name} is now {row.new}; the old name goes after version {row.since}."
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
-    return module[row.value]
+    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
+    return row.value

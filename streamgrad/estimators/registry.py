@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from streamgrad.base import CUT_NAMES, GradientEstimator
 from streamgrad.checks import check_choice
+from streamgrad.deprecations import current_name
 from streamgrad.estimators.artbp import artbp
 from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.dni import dni
@@ -179,6 +180,7 @@ def find_estimator(name: str) -> Row:
       >>> find_estimator("rtrl").promise
       'exact'
     """
+    name = current_name(name)
     check_choice("estimator", name, tuple(REGISTRY))
     return REGISTRY[name]
 

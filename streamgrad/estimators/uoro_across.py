@@ -81,7 +81,7 @@ def uoro_across(
       model: the model whose gradients are estimated.
       blocks: R: the state's units are dealt out to R blocks with a product h̃ w̃^T each. Variance falls about R-fold,
         memory and time grow with R.
-      shrink: λ, the weight of the past. 1 is unbiased, 0 is truncated BPTT, "auto" estimates from the spread over
+      shrink: λ, the weight of the past. 1 is unbiased, 0 is `bptt`, "auto" estimates from the spread over
         streams the weight that minimises the squared error. Below 1 it is biased.
       noise: "rademacher", "gaussian", or "given" (the caller passes ν in place of the key).
       rescale: "gir", "none", or α as an array with an entry for each chunk of an episode, as in `uoro`.

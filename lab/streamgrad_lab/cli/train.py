@@ -84,7 +84,7 @@ class Options:
     """Where the gradient comes from: rtrl is exact, ok nearly so for larger networks, bptt exact inside a chunk alone;
     `streamgrad estimators` lists them all."""
     estimator_options: Pairs = ()
-    """Options of the estimator, such as rank=16 for ok, window=20 every=5 for tbptt, or groups=10 for uoro."""
+    """Options of the estimator, such as rank=16 for ok, window=20 every=5 for windowed_bptt, or groups=10 for uoro."""
     carry: bool = False
     """Carry Q_0 and, for episodes, alpha over from past windows; for uoro and, on episodes, preuoro."""
     optimizer: Literal["adam", "rmsprop", "sgd"] = "adam"
