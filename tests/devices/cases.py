@@ -8,6 +8,7 @@ import numpy as np
 
 import streamgrad as sg
 from streamgrad.estimators import REGISTRY
+from streamgrad.estimators.rtrl import rtrl_by_steps
 
 STREAMS, STEPS, CHUNKS = 4, 3, 4
 
@@ -19,10 +20,10 @@ def model_of(cell: str = "vanilla") -> sg.Model:
 
 
 OTHERS = {
-    "uoro inside chunks": lambda model: sg.uoro(model, inside="backprop"),
-    "uoro that shrinks": lambda model: sg.uoro(model, inside="backprop", shrink="auto"),
+    "uoro inside chunks": lambda model: sg.uoro_across(model),
+    "uoro that shrinks": lambda model: sg.uoro_across(model, shrink="auto"),
     "ok of rank 2": lambda model: sg.ok(model, rank=2),
-    "rtrl by steps": lambda model: sg.rtrl(model, form="steps"),
+    "rtrl by steps": lambda model: rtrl_by_steps(model),
     "carried, all streams": lambda model: sg.carried(sg.uoro(model), window=2, least=1, refresh=1, streams=None),
     "carried, episodes": lambda model: sg.carried(sg.uoro(model), episode=STEPS, least=1, refresh=1, streams=None),
 }
