@@ -16,7 +16,7 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Bool, PyTree
 from streamgrad.base import EstimatorState, Info, Model, Params
 from streamgrad.engine.chunk import Forward
-from streamgrad.engine.collectives import Devices
+from streamgrad.engine.collectives import everywhere
 from streamgrad.engine.method import Outcome
 from streamgrad.trees import all_finite, cleared
 
@@ -28,12 +28,7 @@ def watched_streams(state: EstimatorState) -> int:
 
 
 def older_credit(
-    contract: Callable[[PyTree, PyTree], PyTree],
-    state: EstimatorState,
-    dl_dstart: PyTree,
-    forward: Forward,
-    params: PyTree,
-    devices: Devices,
+    contract: Callable[[PyTree, PyTree], PyTree], state: EstimatorState, dl_dstart: PyTree, forward: Forward
 ) -> PyTree:
     """The mean of (dL_chunk/dh_0) M_0 over the streams that are watched.
 
@@ -46,8 +41,6 @@ def older_credit(
       state: before the chunk.
       dl_dstart: dL_chunk/dh_0, with all streams leading, in the form that `contract` takes.
       forward: of the pass.
-      params: the cell's parameters.
-      devices: where memory is cut by columns of θ, this device's columns stand among zeros.
 
     Returns:
       A gradient like the cell's parameters.
@@ -60,7 +53,7 @@ def older_credit(
         gone = jnp.any(begins) & ~all_finite(credit)
         memory = state.memory
         credit = jax.lax.cond(gone, lambda: contract(cleared(begins, memory), dl_dstart), lambda: credit)
-    return credit if devices.columns is None else devices.columns.whole(credit, params)
+    return everywhere(credit)
 
 
 def with_older(inside: PyTree, older: PyTree, state: EstimatorState, forward: Forward) -> tuple[PyTree, PyTree]:

@@ -13,6 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, Model, Params
+from streamgrad.engine.collectives import everywhere
 from streamgrad.step.platform import unroll
 from streamgrad.step.step_vjp import StepVjp, step_vjp
 from streamgrad.step.weights import Outer, add_pulled, sum_outer, zero_each
@@ -142,7 +143,6 @@ def go_back(
     factors: Float[Array, "K B"] | None = None,
     steps_at_once: int | None = None,
     pick: Callable[[PyTree], PyTree] = lambda left: left,
-    own: Callable[[PyTree], PyTree] = lambda features: features,
 ) -> Back:
     """One reverse pass: the losses' cotangent of all streams, and the vectors asked for of the first b.
 
@@ -159,7 +159,6 @@ def go_back(
         None for never.
       pick: `pick(left[K, b, R, rows]) -> left[K, b, p, rows]`, for each weight matrix: of the products with the vectors
         asked for, those that are wanted.
-      own: of the features `[K, b, A]` of each weight matrix, those that the vectors asked for are multiplied with.
 
     Returns:
       The rest of the pass.
@@ -189,14 +188,14 @@ def go_back(
     # A feature that has gone to NaN is not undone by a cotangent of zero.
     few = None if asks is None else cleared(over, jax.tree.map(lambda leaf: leaf[:, :watched], features))
     here, nothing = thin.steps(one_step), thin.nothing(params, (streams, 1), None if asks is None else (watched, count))
-    steps, few = (steps, (thin.of(features), thin.of(few))), None if few is None else own(few)
+    steps = (steps, (thin.of(features), thin.of(few)))
 
     def walk_back(carry: tuple, steps: tuple, few: PyTree) -> tuple[tuple, PyTree, Outer | None]:
         carry, (left, asked) = jax.lax.scan(here, carry, steps, reverse=True, unroll=unroll())
         if asked is None:
             return carry, left, None
         pulled = thin.with_sums(Outer(asked, few), carry[1][1])
-        return carry, left, pulled._replace(left=pick(pulled.left))
+        return carry, left, everywhere(pulled._replace(left=pick(pulled.left)))
 
     if steps_at_once is None or steps_at_once >= length:
         (cotangents, sums), left, pulled = walk_back((begin, nothing), steps, few)
@@ -209,9 +208,7 @@ def go_back(
 
         asked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((1, watched, count, w.shape[0]), w.dtype), params)
         wanted = jax.tree.map(lambda leaf: leaf.shape[2], jax.eval_shape(pick, asked))
-        zero = jax.tree.map(
-            lambda w, n, a: jnp.zeros((watched, n, w.shape[0], a.shape[-1]), w.dtype), params, wanted, few
-        )
+        zero = jax.tree.map(lambda w, n: jnp.zeros((watched, n, *w.shape), w.dtype), params, wanted)
         count = -(-length // steps_at_once)
         carry, left = in_stretches(stretch, (begin, nothing, zero), (steps, few), -(-length // count), reverse=True)
         cotangents, sums, pulled = carry

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from streamgrad._typing import Array, Bool, Int, PyTree
-from streamgrad.engine.columns import Columns
+from streamgrad._typing import Array, Int, PyTree
 
 
 class PerDevice(NamedTuple):
@@ -32,12 +33,10 @@ class Devices:
     Attributes:
       axis: the mesh axis of the streams; None where there is one device, and nothing below does anything.
       count: how many devices it has.
-      columns: the mesh axis of an influence's columns; None where every device has all of them.
     """
 
     axis: str | None = None
     count: int = 1
-    columns: Columns | None = None
 
     @property
     def index(self) -> Int[Array, ""]:
@@ -48,31 +47,25 @@ class Devices:
         """The mean over all streams, of a mean over those of each device: one all-reduce."""
         if self.axis is None:
             return tree
-        return _mean(tree, (self.axis,))
-
-    def mean_gradient(self, grads: PyTree) -> PyTree:
-        """The same for a gradient, to which also the devices of an influence's columns have added their parts."""
-        if self.axis is None:
-            return grads
-        return _mean(grads, (self.axis,) if self.columns is None else (self.axis, self.columns.axis))
-
-    def own_features(self, features: PyTree) -> PyTree:
-        """The features of this device's columns."""
-        return features if self.columns is None else self.columns.own_features(features)
-
-    def on_all_columns(self, flags: Bool[Array, " b"]) -> Bool[Array, " b"]:
-        """Whether it holds for every device of an influence's columns."""
-        return flags if self.columns is None else jax.lax.pmin(flags.astype(jnp.int32), self.columns.axis) > 0
+        # As one vector: a message for each leaf would wait for the network once for each.
+        leaves, structure = jax.tree.flatten(tree)
+        parts = [(leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else leaf for leaf in leaves]
+        vector, unravel = ravel_pytree(parts)
+        found = unravel(jax.lax.pmean(vector, self.axis))
+        means = [jax.lax.complex(*part) if isinstance(part, tuple) else part for part in found]
+        return jax.tree.unflatten(structure, means)
 
 
 ALONE = Devices()
 
 
-def _mean(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """As one vector: a message for each leaf would wait for the network once for each."""
-    leaves, structure = jax.tree.flatten(tree)
-    parts = [(leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else leaf for leaf in leaves]
-    vector, unravel = ravel_pytree(parts)
-    found = unravel(jax.lax.pmean(vector, axes))
-    means = [jax.lax.complex(*part) if isinstance(part, tuple) else part for part in found]
-    return jax.tree.unflatten(structure, means)
+def everywhere(tree: PyTree) -> PyTree:
+    """Arrays that every device is to have whole, where an axis of the mesh is left to the compiler; else as they are.
+
+    An influence may be spread by the compiler. What meets it goes through here: the compiler would else cut that as
+    well, and what it is made of, back to the steps of the chunk, at each of which devices then wait for each other.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes or not mesh.auto_axes:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))

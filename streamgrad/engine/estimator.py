@@ -119,7 +119,7 @@ def check_method(method: Any) -> None:
 
 def streams_of(method: Method, devices: Devices) -> Streams:
     """The contract's functions for a batch of streams, or for those of one device of several."""
-    program, check = Program(method, devices), checks_of(method, devices.columns, many=True)
+    program, check = Program(method, devices), checks_of(method, many=True)
     update, advance, credit = checked(method, check, program.update, program.advance, program.credit)
     each = checked(method, check, program.update, program.advance, program.credit_each)[2]
     return Streams(update, advance, credit, each)
@@ -195,7 +195,7 @@ class Program:
     def mean(self, outcome: Outcome) -> Params:
         """The mean of the gradient over the streams of all devices."""
         own = jax.tree.map(lambda leaf: leaf / len(outcome.info.loss), outcome.grads)
-        return self.devices.mean_gradient(own)
+        return self.devices.mean(own)
 
     def update(self, params: Params, state: EstimatorState, chunk: Chunk, key: Any) -> Result:
         """As in `GradientEstimator`."""

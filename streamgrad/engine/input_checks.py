@@ -10,7 +10,6 @@ import numpy as np
 
 from streamgrad.base import Chunk, EstimatorState, Params, Trace, given, widened
 from streamgrad.checks import check_chunk, check_own_state, check_params, check_state, once_per_shape, one_step
-from streamgrad.engine.columns import Columns
 from streamgrad.engine.method import Method
 from streamgrad.keys import is_single_key
 from streamgrad.trees import check_inputs, check_like, check_numbers, common_length, is_real, kind_of
@@ -32,12 +31,11 @@ class Checks(NamedTuple):
     credit: Callable[..., None]
 
 
-def checks_of(method: Method, columns: Columns | None = None, many: bool = False) -> Checks:
+def checks_of(method: Method, many: bool = False) -> Checks:
     """The checks of a method, for one stream or for many; each is made once for each shape.
 
     Args:
       method: the method.
-      columns: where its memory is cut by columns of θ, so that states are those of one device.
       many: whether everything but the parameters and shared state has a leading axis for streams.
 
     Returns:
@@ -45,15 +43,15 @@ def checks_of(method: Method, columns: Columns | None = None, many: bool = False
     """
     model, user = method.model, given(method.model)
     expected = jax.eval_shape(user.init, jax.eval_shape(lambda: jax.random.key(0)))
-    assert columns is None or method.columns is not None
-    init = method.init if columns is None or method.columns is None else method.columns(columns).part(columns)
 
     @functools.cache
     def expected_state(*dtypes: Any) -> EstimatorState:
         """The state that `init` returns for parameters of these dtypes."""
         leaves, structure = jax.tree.flatten(expected)
         shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
-        return jax.eval_shape(lambda params: init(widened(user.enter(params))), jax.tree.unflatten(structure, shapes))
+        return jax.eval_shape(
+            lambda params: method.init(widened(user.enter(params))), jax.tree.unflatten(structure, shapes)
+        )
 
     def check_init(params: Params) -> None:
         if user is model:

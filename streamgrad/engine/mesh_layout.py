@@ -1,21 +1,21 @@
 """How the state of an estimator and the chunks that it is given lie on a mesh."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, auto_axes
 from jax.sharding import PartitionSpec as P
 
-from streamgrad._typing import PyTree
-from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params, Trace, given, widened
+from streamgrad._typing import Array, PyTree
+from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params, Trace
 from streamgrad.checks import check_batch, check_fits
 from streamgrad.engine.collectives import Devices, PerDevice
-from streamgrad.engine.columns import ColumnCut
-from streamgrad.engine.estimator import Engine
+from streamgrad.engine.estimator import Engine, Program
 from streamgrad.engine.input_checks import checks_of
 from streamgrad.trees import check_like
 
@@ -28,11 +28,15 @@ class Layout:
       batch_size: of all devices.
       memories: how many of the streams have a memory.
       mesh: the devices.
-      devices: which of its axes are used for what.
+      devices: those that streams are spread over.
+      columns: the axis of the mesh that memories are spread over, or None.
     """
 
-    def __init__(self, est: GradientEstimator, batch_size: int, memories: int, mesh: Mesh, devices: Devices):
+    def __init__(
+        self, est: GradientEstimator, batch_size: int, memories: int, mesh: Mesh, devices: Devices, columns: str | None
+    ):
         self.est, self.batch_size, self.memories, self.mesh, self.devices = est, batch_size, memories, mesh, devices
+        self.columns = columns
 
     def _repeated(self, params: Params) -> EstimatorState:
         """The state at the beginning of all streams."""
@@ -46,7 +50,7 @@ class Layout:
                 return leaf
             return jax.tree.map(lambda part: jnp.concatenate([part] * self.devices.count), leaf)
 
-        memory = repeat(one.memory, self.memories)
+        memory = self._filled(repeat(one.memory, self.memories))
         shared = jax.tree.map(each, one.shared, is_leaf=lambda leaf: isinstance(leaf, PerDevice))
         return EstimatorState(repeat(one.cell, self.batch_size), memory, shared)
 
@@ -59,33 +63,83 @@ class Layout:
         made = jax.jit(lambda params: self.reshard(specs, self._repeated(params)), out_shardings=self._shardings(specs))
         return made(*self.place((P(),), (params,)))
 
-    @property
-    def _cut(self) -> ColumnCut | None:
-        """How the memory is cut by columns, or None."""
-        if self.devices.columns is None:
-            return None
-        assert isinstance(self.est, Engine) and self.est.method.columns is not None
-        return self.est.method.columns(self.devices.columns)
-
     def _one(self, params: Params) -> EstimatorState:
-        """The state at the beginning of one stream."""
-        if self._cut is None or not isinstance(self.est, Engine):
+        """The state at the beginning of one stream; by columns it may be more than fits into a device."""
+        if self.columns is None or not isinstance(self.est, Engine):
             return self.est.init(params)
         checks_of(self.est.method).init(params)
-        return self._cut.init(widened(given(self.est.method.model).enter(params)))
+        return Program(self.est.method).init(params)
+
+    def _axes(self, memory: PyTree) -> PyTree:
+        """For each array of the memory of many streams the axis that columns lie on, or 0 for none."""
+        if self.columns is None:
+            return jax.tree.map(lambda leaf: 0, memory)
+        assert isinstance(self.est, Engine) and self.est.method.columns is not None
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), memory)
+        return jax.tree.map(lambda axis: axis + 1, self.est.method.columns(one))
+
+    def _filled(self, memory: PyTree) -> PyTree:
+        """Arrays with zeros at their end, so that they can be cut evenly."""
+
+        def one(leaf: Array, axis: int) -> Array:
+            if not axis or self.columns is None:
+                return leaf
+            widths = [(0, 0)] * leaf.ndim
+            widths[axis] = (0, -leaf.shape[axis] % self.mesh.shape[self.columns])
+            return jnp.pad(leaf, widths)
+
+        return jax.tree.map(one, memory, self._axes(memory))
+
+    def over_streams(self, function: Callable, arguments: PyTree, results: PyTree) -> Callable:
+        """A function of the streams of one device as one of all streams.
+
+        Args:
+          function: whose first argument are the parameters.
+          arguments: how its arguments are cut, with columns.
+          results: likewise.
+
+        Returns:
+          The function, to be compiled.
+        """
+        run = jax.shard_map(
+            function if self.columns is None else self._by_columns(function, arguments, results),
+            mesh=self.mesh,
+            in_specs=_along(self.devices.axis, arguments),
+            out_specs=_along(self.devices.axis, results),
+            axis_names={*self.mesh.axis_names} - {self.columns},
+            check_vma=False,
+        )
+        return lambda *given: run(*self.reshard(arguments, given))
+
+    def _by_columns(self, function: Callable, arguments: PyTree, results: PyTree) -> Callable:
+        """The same function, of memories that are spread by columns, which it knows nothing of.
+
+        It is given whole memories in their own shapes, and the compiler finds what each device has to do. Everything
+        else enters and leaves whole, or the compiler would cut the passes through the chunk as well, and its devices
+        would wait for each other at every step; for what is inside of it there is `collectives.everywhere`.
+        """
+        arguments, results = _along(self.columns, arguments), _along(self.columns, results)
+
+        def inside(*given: Any) -> Any:
+            given = _constrained(arguments, given)
+            shapes = jax.eval_shape(self._one, given[0]).memory
+
+            def own_shape(memory: PyTree) -> PyTree:
+                return jax.tree.map(lambda leaf, one: leaf[:, *map(slice, one.shape)], memory, shapes)
+
+            found = function(*_each_memory(own_shape, given))
+            return _constrained(results, _each_memory(self._filled, found))
+
+        return auto_axes(inside, axes=self.columns, out_sharding=results)
 
     def specs(self, state: EstimatorState) -> EstimatorState:
         """How the arrays of a state are cut."""
         over = P(self.devices.axis)
 
         def of_memory(axis: int) -> P:
-            if axis < 0 or self.devices.columns is None:
-                return over
-            return P(self.devices.axis, *[None] * axis, self.devices.columns.axis)
+            return P(self.devices.axis, *[None] * (axis - 1), self.columns) if axis else over
 
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state.memory)
-        axes = jax.tree.map(lambda leaf: -1, one) if self._cut is None else self._cut.axes(one)
-        memory = jax.tree.map(of_memory, axes)
+        memory = jax.tree.map(of_memory, self._axes(state.memory))
         shared = jax.tree.map(
             lambda leaf: over if isinstance(leaf, PerDevice) else P(),
             state.shared,
@@ -164,3 +218,31 @@ class Layout:
         expected = jax.eval_shape(self._repeated, params)
         check_like("state.memory", expected.memory, state.memory, "what this estimator's own init returned")
         check_like("state.shared", expected.shared, state.shared, "what this estimator's own init returned")
+
+
+def _along(axis: str | None, specs: PyTree) -> PyTree:
+    """How arrays are cut along one axis of the mesh, from how they are along all."""
+
+    def one(spec: P) -> P:
+        return P(*(name if name == axis else None for name in spec))
+
+    return jax.tree.map(one, specs, is_leaf=lambda spec: isinstance(spec, P))
+
+
+def _constrained(specs: PyTree, trees: PyTree) -> PyTree:
+    """What is being traced inside of `jax.shard_map`, for the compiler to lay so."""
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def one(spec: P, tree: PyTree) -> PyTree:
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))
+
+    return jax.tree.map(one, specs, trees, is_leaf=lambda spec: isinstance(spec, P))
+
+
+def _each_memory(change: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+    """Arguments or results with the memory of each state among them changed."""
+
+    def one(leaf: Any) -> Any:
+        return leaf._replace(memory=change(leaf.memory)) if isinstance(leaf, EstimatorState) else leaf
+
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, EstimatorState))

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, Info, Model, Params
 from streamgrad.engine.collectives import Devices
-from streamgrad.engine.columns import ColumnCut, Columns
 from streamgrad.noise.groups import Groups
 from streamgrad.noise.rescale import Rescaling
 
@@ -69,7 +68,8 @@ class Method:
       uses_loss: whether `memory` or `shared` depend on the losses, so that the estimator cannot `advance` before they
         are known. `learn` does not count: `advance` does not call it.
       watchable: whether `run` takes a memory of fewer streams than there are, for `batched(est, n, watched=m)`.
-      columns: how `memory` is cut by columns of θ, over the devices of a mesh axis; None where it cannot be.
+      columns: `columns(memory) -> axes`, for each array of one stream the axis by which `sharded` may cut it, or -1 for
+        an array that every device has whole; None where nothing can be cut.
       noisy: what of its noise `streamgrad.carried` may choose; None for nothing.
 
     Example:
@@ -104,7 +104,7 @@ class Method:
     learn: Callable[[Params, EstimatorState, Outcome, Chunk, Devices], PyTree] | None = None
     uses_loss: bool = False
     watchable: bool = False
-    columns: Callable[[Columns], ColumnCut] | None = None
+    columns: Callable[[PyTree], PyTree] | None = None
     noisy: "Noisy | None" = None
 
     @property

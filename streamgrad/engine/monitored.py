@@ -8,7 +8,7 @@ import jax
 from streamgrad._typing import PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Info, Params
 from streamgrad.checks import check_estimator
-from streamgrad.engine.collectives import ALONE, Devices
+from streamgrad.engine.collectives import Devices
 from streamgrad.engine.estimator import Engine, Result, estimator
 from streamgrad.engine.method import Outcome, as_batch
 from streamgrad.trees import finite_streams
@@ -52,7 +52,7 @@ def monitored(est: GradientEstimator) -> GradientEstimator:
 
         def run(params: Params, state: EstimatorState, chunk: Chunk, noise: PyTree, devices: Devices) -> Outcome:
             outcome = method.run(params, state, chunk, noise, devices)
-            return outcome._replace(info=_flagged(outcome.state, outcome.info, devices))
+            return outcome._replace(info=_flagged(outcome.state, outcome.info))
 
         new = estimator(dataclasses.replace(method, run=run, noisy=None))
         return dataclasses.replace(new, label=label)
@@ -65,11 +65,9 @@ def monitored(est: GradientEstimator) -> GradientEstimator:
     return dataclasses.replace(est, update=update, label=label)
 
 
-def _flagged(state: EstimatorState, info: Info, devices: Devices = ALONE) -> Info:
+def _flagged(state: EstimatorState, info: Info) -> Info:
     """`info` with the flag, for one stream or many: the shape of its losses, `[T]` or `[B, T]`, tells which."""
     parts = (state.cell, state.memory)
-    if info.loss.ndim == 1:
-        flag = finite_streams(as_batch(parts), 1)[0]
-    else:
-        flag = devices.on_all_columns(finite_streams(parts, len(info.loss)))
+    one = info.loss.ndim == 1
+    flag = finite_streams(as_batch(parts), 1)[0] if one else finite_streams(parts, len(info.loss))
     return info._replace(diagnostics={**info.diagnostics, "finite": flag})

@@ -72,7 +72,7 @@ def by_own_units(
         return _whole(units, sums, axis=0)
 
     def run(params: Params, state: EstimatorState, chunk: Chunk, noise: None, devices: Devices) -> Outcome:
-        del noise
+        del noise, devices
         few = step_maps(model, params, chunk, units.recurrent_features)
         maps, whole = few, None
         if inside == "backprop":
@@ -101,7 +101,7 @@ def by_own_units(
             jacobians, entries = _between(units, few, *first((forward.residuals[1], forward.reset, sent)))
             e, grads = sparse_influence.at_units(units.by_set, back.dl_dstart), back.inside
             _, moves, _, cs = _recursions([], jacobians, watched)
-        older = older_credit(contract, state, _at_rows(units, e), forward, params.cell, devices)
+        older = older_credit(contract, state, _at_rows(units, e), forward)
         grads, memory = with_older(grads, older, state, forward)
         right = [times(c, entry[:, :, None], 3) for c, entry in zip(_at_rows(units, cs), entries, strict=True)]
         over = episode_over(first(forward.reset))  # there C is zero, but its factor may be NaN

@@ -12,7 +12,6 @@ from streamgrad._typing import Array, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params, Trace
 from streamgrad.checks import check_estimator, check_size, check_values
 from streamgrad.engine.collectives import Devices
-from streamgrad.engine.columns import Columns
 from streamgrad.engine.estimator import Engine, Result, streams_of
 from streamgrad.engine.mesh_layout import Layout
 from streamgrad.engine.streams import check_watched, mapped
@@ -84,12 +83,12 @@ def sharded(
                 f"{count} {what} cannot be spread evenly over the {devices.count} devices of the mesh's axis "
                 f"{devices.axis!r}: take a multiple of {devices.count}."
             )
-    if devices.columns is not None and (not isinstance(est, Engine) or est.method.columns is None):
+    if columns is not None and (not isinstance(est, Engine) or est.method.columns is None):
         raise ValueError(
             "columns is for an influence with a column for each weight, such as that of rtrl on a cell with "
             f"preactivations, not for {est!r}: leave it out."
         )
-    layout = Layout(est, batch_size, memories, mesh, devices)
+    layout = Layout(est, batch_size, memories, mesh, devices, columns)
     own = streams_of(est.method, devices) if isinstance(est, Engine) else mapped(est, devices)
     over = P(devices.axis)
 
@@ -102,10 +101,7 @@ def sharded(
         @jax.jit
         def compiled(*given: Any) -> Any:
             specs = specs_of(given[1])
-            run = jax.shard_map(
-                function, mesh=mesh, in_specs=arguments(specs), out_specs=results(specs), check_vma=False
-            )
-            return run(*layout.reshard(arguments(specs), given))
+            return layout.over_streams(function, arguments(specs), results(specs))(*given)
 
         return lambda *given: compiled(*layout.place(arguments(specs_of(given[1])), given))
 
@@ -134,11 +130,8 @@ def sharded(
     def credit(params: Params, trace: Trace, dl_doutput: Array, per_stream: bool = False) -> PyTree:
         if not isinstance(trace, Trace):
             raise ValueError(f"trace must be the third value that advance returned, not {kind_of(trace)}.")
-        if per_stream and (memories < batch_size or devices.columns is not None):
-            raise ValueError(
-                "only streams whose whole memory is on one device have credit of their own: leave watched and "
-                "columns out of sharded."
-            )
+        if per_stream and memories < batch_size:
+            raise ValueError("only streams that are watched have credit of their own: leave watched out of sharded.")
         return (credit_each if per_stream else credit_all)(params, trace, dl_doutput)
 
     label = f"sharded({est!r}, {batch_size}, mesh{tuple(mesh.shape.values())})"
@@ -157,5 +150,4 @@ def find_devices(mesh: Mesh, streams: str | None, columns: str | None) -> Device
             raise ValueError(f"{name} must be an axis of the mesh, one of {mesh.axis_names}, not {axis!r}.")
     if first == columns:
         raise ValueError(f"streams and columns must be two axes of the mesh, not {columns!r} for both.")
-    spread = None if columns is None else Columns(columns, mesh.shape[columns])
-    return Devices(first, mesh.shape[first], spread)
+    return Devices(first, mesh.shape[first])

@@ -92,7 +92,7 @@ def mapped(est: GradientEstimator, devices: Devices) -> Streams:
     """The functions of an estimator from elsewhere, for a batch of streams, or for those of one device of several."""
 
     def mean(grads: PyTree) -> PyTree:
-        return devices.mean_gradient(jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads))
+        return devices.mean(jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), grads))
 
     def keys_of(key: Any, tree: PyTree) -> Any:
         return one_key_per_stream(key, len(jax.tree.leaves(tree)[0]))

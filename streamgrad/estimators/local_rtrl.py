@@ -1,7 +1,6 @@
 """RTRL inside each layer, backpropagation across layers at the same step."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ from jax.flatten_util import ravel_pytree
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Cell, Chunk, EstimatorState, GradientEstimator, Info, Model, Params, worked
 from streamgrad.engine.collectives import Devices
-from streamgrad.engine.columns import ColumnCut, Columns
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.method import Method, Outcome
 from streamgrad.estimators.rtrl import rtrl_method
@@ -60,12 +58,9 @@ def local_rtrl(model: Model) -> GradientEstimator:
     def own(params: Params) -> list[Params]:
         return [Params(cell, ()) for cell in params.cell]
 
-    def joined(params: Params, inits: list[Callable[[Params], EstimatorState]]) -> EstimatorState:
-        memory = tuple(init(theta).memory for init, theta in zip(inits, own(params), strict=True))
-        return EstimatorState(model.init_state(params), memory, ())
-
     def init(params: Params) -> EstimatorState:
-        return joined(params, [part.init for part in parts])
+        memory = tuple(part.init(theta).memory for part, theta in zip(parts, own(params), strict=True))
+        return EstimatorState(model.init_state(params), memory, ())
 
     def run(params: Params, state: EstimatorState, chunk: Chunk, noise: None, devices: Devices) -> Outcome:
         before, after, inputs = _forward(model, params, state.cell, chunk)
@@ -79,18 +74,12 @@ def local_rtrl(model: Model) -> GradientEstimator:
         info = Info(losses, {}, jax.vmap(jax.vmap(model.cell.output))(after))
         return Outcome(grads, EstimatorState(ends, memories, ()), info)
 
-    def columns(columns: Columns) -> ColumnCut:
-        cuts = [part.columns(columns) for part in parts if part.columns is not None]
+    def columns(memory: tuple) -> tuple:
+        return tuple(axes(one) for axes, one in zip(known, memory, strict=True))
 
-        def axes(memory: tuple) -> tuple:
-            return tuple(cut.axes(one) for cut, one in zip(cuts, memory, strict=True))
-
-        return ColumnCut(lambda params: joined(params, [cut.init for cut in cuts]), axes)
-
-    can = all(part.columns is not None for part in parts)
-    return estimator(
-        Method(name="local_rtrl", model=model, init=init, run=run, watchable=True, columns=columns if can else None)
-    )
+    known = [part.columns for part in parts if part.columns is not None]
+    can = columns if len(known) == len(parts) else None
+    return estimator(Method(name="local_rtrl", model=model, init=init, run=run, watchable=True, columns=can))
 
 
 def _ravelled(state: PyTree) -> Float[Array, " S"]:

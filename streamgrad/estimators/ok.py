@@ -1,7 +1,5 @@
 """Optimal Kronecker sums: the influence across chunks as a sum of a few Kronecker products."""
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +11,10 @@ from streamgrad.checks import check_at_most, check_size, find_cut
 from streamgrad.engine.across import finish, older_credit, watched_streams, with_older
 from streamgrad.engine.chunk import go_back, go_forward
 from streamgrad.engine.collectives import Devices
-from streamgrad.engine.columns import ColumnCut, Columns
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.method import Method, Outcome
 from streamgrad.noise.distributions import Noise, find_noise
-from streamgrad.noise.kronecker_reduction import reduce, reduce_by, signs_needed, sketch
+from streamgrad.noise.kronecker_reduction import reduce, signs_needed, sketch_width
 from streamgrad.step import cuts
 from streamgrad.step.weights import Outer, sum_outer, zero_terms
 from streamgrad.trees import cleared
@@ -29,12 +26,10 @@ class OkMemory(NamedTuple):
     Attributes:
       left: C_i, leaves `[rank, S, rows]`; of a matrix with fewer features, as many terms as it has.
       right: ã_i, leaves `[rank, A]`.
-      sketch: of C_i, where each device has some of its rows alone; else None.
     """
 
     left: PyTree
     right: PyTree
-    sketch: PyTree = None
 
 
 def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher") -> GradientEstimator:
@@ -88,15 +83,15 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
         return source.draw(key, (len(layout.rows), signs_needed(length, terms)), dtype)
 
     def run(params: Params, state: EstimatorState, chunk: Chunk, noise: Array, devices: Devices) -> Outcome:
+        del devices
         forward = go_forward(model, params, state.cell, chunk)
         watched = watched_streams(state)
         eye = jnp.eye(layout.state_size, dtype=real_dtype(params.cell))
         back = go_back(forward, params.cell, jnp.broadcast_to(eye, (watched, *eye.shape)))
-        older = older_credit(_contract, state, back.dl_dstart, forward, params.cell, devices)
+        older = older_credit(_contract, state, back.dl_dstart, forward)
         grads, memory = with_older(back.inside, older, state, forward)
         memory = cleared(forward.begun(watched), memory)
-        move = functools.partial(_move, own_rows=None if devices.columns is None else _cut(devices.columns.own))
-        memory = jax.vmap(move, in_axes=(0, 0, 0, 1))(memory, noise, back.asked, back.pulled)
+        memory = jax.vmap(_move, in_axes=(0, 0, 0, 1))(memory, noise, back.asked, back.pulled)
         return finish(model, params, forward, grads, memory)
 
     return estimator(
@@ -109,7 +104,7 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
             draw=draw,
             check=lambda chunk, length, key: source.check(key),
             watchable=True,
-            columns=functools.partial(_by_rows, init),
+            columns=_by_rows,
         )
     )
 
@@ -121,13 +116,7 @@ def _contract(memory: OkMemory, dl_dstart: Float[Array, "b S"]) -> PyTree:
     return sum_outer(Outer(left, memory.right))
 
 
-def _move(
-    memory: OkMemory,
-    signs: Array,
-    back: Float[Array, "S S"],
-    pulled: Outer,
-    own_rows: Callable[[Array], Array] | None,
-) -> OkMemory:
+def _move(memory: OkMemory, signs: Array, back: Float[Array, "S S"], pulled: Outer) -> OkMemory:
     """Σ_i (Φ C_i) ⊗ ã_i + Σ_s G_s ⊗ a_s of one stream, reduced to as many terms as before.
 
     Args:
@@ -135,51 +124,30 @@ def _move(
       signs: for each weight matrix, to mix terms with.
       back: Φ.
       pulled: G_s and a_s, time leading.
-      own_rows: of an array over rows, this device's; None where every device has all of them.
 
     Returns:
       The terms after the chunk.
     """
     structure = jax.tree.structure(memory.right)
     leaves = [jax.tree.leaves(tree) for tree in (memory.left, memory.right, pulled.left, pulled.right)]
-    sketches = jax.tree.leaves(memory.sketch) or [None] * len(leaves[0])
     found = []
-    for c, a, new_c, new_a, own, short in zip(*leaves, signs, sketches, strict=True):
+    for c, a, new_c, new_a, own in zip(*leaves, signs, strict=True):
         moved = jnp.einsum("st,rtn->rsn", back, c)
-        here = new_c if own_rows is None else own_rows(new_c)
         if len(a) == a.shape[1]:  # a term for each feature: ã_i is the i-th unit vector, nothing is left out
-            exact = moved + jnp.einsum("ksn,ka->asn", here, new_a)
-            found.append((exact, jnp.eye(len(a), dtype=a.dtype), short))
-        elif short is None:
-            found.append((*reduce((moved, a), (new_c, new_a), own), None))
+            exact = moved + jnp.einsum("ksn,ka->asn", new_c, new_a)
+            found.append((exact, jnp.eye(len(a), dtype=a.dtype)))
         else:
-            both = jnp.einsum("st,rtn->rsn", back, short), sketch(new_c, len(c))
-            found.append(reduce_by(both, (moved, a), (here, new_a), own))
-    trees = [jax.tree.unflatten(structure, part) for part in zip(*found, strict=True)]
-    return OkMemory(*trees) if memory.sketch is not None else OkMemory(*trees[:2])
+            found.append(reduce((moved, a), (new_c, new_a), own))
+    return OkMemory(*(jax.tree.unflatten(structure, part) for part in zip(*found, strict=True)))
 
 
-def _cut(by: Callable[[Array, int], Array]) -> Callable[[Array], Array]:
-    """A cut along the rows of `[rank, S, rows]`; a single row is kept by every device."""
-    return lambda left: by(left, 2) if left.shape[2] > 1 else left
+def _by_rows(memory: OkMemory) -> OkMemory:
+    """`Method.columns`: by rows of C_i, and not by features as elsewhere; ã_i is small, and every device has it.
 
-
-def _by_rows(init: Callable[[Params], EstimatorState], columns: Columns) -> ColumnCut:
-    """The memory cut by rows of C_i, and not by features as elsewhere: ã_i is small, and every device has it.
-
-    How terms are mixed is decided by a sketch of all rows, which every device moves on, so that all mix alike.
+    So is C_i where it has no more rows than a sketch, which every device has whole while terms are mixed.
     """
 
-    def whole(params: Params) -> EstimatorState:
-        state = init(params)
-        left, right, _ = state.memory
-        filled = jax.tree.map(_cut(columns.filled), left)
-        sketches = jax.tree.map(lambda leaf: sketch(leaf, len(leaf)), left)
-        return state._replace(memory=OkMemory(filled, right, sketches))
+    def one(left: Any) -> int:
+        return 2 if left.shape[2] > sketch_width(len(left)) else -1
 
-    def axes(memory: OkMemory) -> OkMemory:
-        rows = jax.tree.map(lambda left: 2 if left.shape[2] > 1 else -1, memory.left)
-        none = jax.tree.map(lambda _: -1, memory.right)
-        return OkMemory(rows, none, none)
-
-    return ColumnCut(whole, axes)
+    return OkMemory(jax.tree.map(one, memory.left), jax.tree.map(lambda _: -1, memory.right))

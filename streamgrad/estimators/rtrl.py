@@ -13,7 +13,6 @@ from streamgrad.engine.across import finish, older_credit, watched_streams, with
 from streamgrad.engine.by_steps import by_steps
 from streamgrad.engine.chunk import go_back, go_forward
 from streamgrad.engine.collectives import Devices
-from streamgrad.engine.columns import by_features
 from streamgrad.engine.estimator import estimator
 from streamgrad.engine.method import Method, Outcome
 from streamgrad.step import cuts
@@ -77,7 +76,7 @@ def rtrl_method(model: Model) -> Method:
         return EstimatorState(model.init_state(params), influence.zeros(params.cell), ())
 
     def run(params: Params, state: EstimatorState, chunk: Chunk, noise: None, devices: Devices) -> Outcome:
-        del noise
+        del noise, devices
         forward = go_forward(model, params, state.cell, chunk)
         watched, length = watched_streams(state), len(forward.losses)
         vectors = influence.cotangents(real_dtype(params.cell))
@@ -87,16 +86,19 @@ def rtrl_method(model: Model) -> Method:
             jnp.broadcast_to(vectors, (watched, *vectors.shape)),
             steps_at_once=influence.steps_at_once(params.cell, length),
             pick=influence.pick,
-            own=devices.own_features,
         )
-        older = older_credit(influence.contract, state, back.dl_dstart, forward, params.cell, devices)
+        older = older_credit(influence.contract, state, back.dl_dstart, forward)
         grads, memory = with_older(back.inside, older, state, forward)
         moved = cleared(forward.begun(watched), influence.move(back.asked, memory))
         return finish(model, params, forward, grads, add_pulled(moved, back.pulled))
 
-    # Without preactivations M has no axis of features to be cut along.
-    columns = by_features(init) if "preactivation" in model.cell.cuts else None
-    return Method(name="rtrl", model=model, init=init, run=run, watchable=True, columns=columns)
+    can = "preactivation" in model.cell.cuts  # else M has no axis of features to be cut along
+    return Method(name="rtrl", model=model, init=init, run=run, watchable=True, columns=_by_features if can else None)
+
+
+def _by_features(memory: PyTree) -> PyTree:
+    """`Method.columns`: the last axis of every array; a bias, which has but one feature, is on every device."""
+    return jax.tree.map(lambda leaf: leaf.ndim - 1 if leaf.shape[-1] > 1 else -1, memory)
 
 
 class _Shape(NamedTuple):

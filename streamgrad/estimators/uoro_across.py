@@ -133,7 +133,7 @@ def uoro_across(
     ) -> Outcome:
         forward = go_forward(model, params, state.cell, chunk, state.memory.tangent)
         back = go_back(forward, params.cell, noise)
-        older = older_credit(_contract, state, back.dl_dstart, forward, params.cell, devices)
+        older = older_credit(_contract, state, back.dl_dstart, forward)
         older, shared = _weigh(shrink, state, back.dl_dstart[: len(noise)], older, devices)
         grads, before = with_older(back.inside, older, state, forward)
         assert forward.tangents is not None

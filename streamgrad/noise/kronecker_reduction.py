@@ -80,26 +80,10 @@ def reduce(
       >>> (left.T @ right).round(3).tolist()  # of rank two, and so exact
       [[1.0, 0.0], [0.0, 1.0]]
     """
-    rank = len(old[0])
-    left, right, _ = reduce_by((sketch(old[0], rank), sketch(new[0], rank)), old, new, signs)
-    return left, right
-
-
-def reduce_by(
-    sketches: tuple[Float[Array, "rank ..."], Float[Array, "K ..."]],
-    old: tuple[Float[Array, "rank ..."], Float[Array, "rank A"]],
-    new: tuple[Float[Array, "K ..."], Float[Array, "K A"]],
-    signs: Float[Array, " n"],
-) -> tuple[Float[Array, "rank ..."], Float[Array, "rank A"], Float[Array, "rank ..."]]:
-    """`reduce` from sketches of the whole left factors, where `old` and `new` may have any part of these factors.
-
-    Returns:
-      Left factors of that part, right factors, and the sketch of the left ones.
-    """
     rank, count = len(old[0]), len(new[0])
     *rounds, (_, size, _) = _plan(count, rank)
     with jax.default_matmul_precision("highest"):
-        short = [x.reshape(len(x), -1) for x in sketches]
+        short = [sketch(x, rank).reshape(len(x), -1) for x in (old[0], new[0])]
         # All rounds are made on the sketch; `by` has the coefficients of a round's terms in the new ones.
         left, right, by = short[1], new[1], jnp.eye(count, dtype=short[1].dtype)
         for batches, length, remaining in rounds:
@@ -110,12 +94,8 @@ def reduce_by(
             right = right.reshape(batches * remaining, -1)
         left, right = jnp.concatenate([short[0], left]), jnp.concatenate([old[1], right])
         mix, right = _reduce_once(left, right, signs.reshape(rank, size))
-        first, second = mix[:, :rank], mix[:, rank:] @ by
-
-        def mixed(old: Array, new: Array) -> Array:
-            return jnp.tensordot(first, old, 1) + jnp.tensordot(second, new, 1)
-
-        return mixed(old[0], new[0]), right, mixed(*sketches)
+        mixed = jnp.tensordot(mix[:, :rank], old[0], 1) + jnp.tensordot(mix[:, rank:] @ by, new[0], 1)
+        return mixed, right
 
 
 def _batched(terms: Float[Array, "m n"], batches: int, length: int) -> Float[Array, "batches length n"]:
