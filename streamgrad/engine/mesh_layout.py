@@ -37,6 +37,7 @@ class Layout:
     ):
         self.est, self.batch_size, self.memories, self.mesh, self.devices = est, batch_size, memories, mesh, devices
         self.columns = columns
+        self._types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
     def _repeated(self, params: Params) -> EstimatorState:
         """The state at the beginning of all streams."""
@@ -101,14 +102,22 @@ class Layout:
         Returns:
           The function, to be compiled.
         """
-        run = jax.shard_map(
-            function if self.columns is None else self._by_columns(function, arguments, results),
-            mesh=self.mesh,
-            in_specs=_along(self.devices.axis, arguments),
-            out_specs=_along(self.devices.axis, results),
-            axis_names={*self.mesh.axis_names} - {self.columns},
-            check_vma=False,
-        )
+        explicit = self.columns is not None and self._types[self.columns] == AxisType.Explicit
+
+        def run(*given: Any) -> Any:
+            own = jax.shard_map(
+                function if self.columns is None else self._by_columns(function, arguments, results),
+                mesh=jax.sharding.get_abstract_mesh() if explicit else self.mesh,
+                in_specs=_along(self.devices.axis, arguments),
+                out_specs=_along(self.devices.axis, results),
+                axis_names={*self.mesh.axis_names} - {self.columns},
+                check_vma=False,
+            )
+            return own(*given)
+
+        if explicit:  # around shard_map: what enters one with an explicit axis is made whole along it
+            whole: Any = auto_axes(run, axes=self.columns, out_sharding=self._explicit(results))
+            return lambda *given: whole(*self.reshard(arguments, given))
         return lambda *given: run(*self.reshard(arguments, given))
 
     def _by_columns(self, function: Callable, arguments: PyTree, results: PyTree) -> Callable:
@@ -130,7 +139,7 @@ class Layout:
             found = function(*_each_memory(own_shape, given))
             return _constrained(results, _each_memory(self._filled, found))
 
-        return auto_axes(inside, axes=self.columns, out_sharding=results)
+        return inside
 
     def specs(self, state: EstimatorState) -> EstimatorState:
         """How the arrays of a state are cut."""
@@ -200,17 +209,24 @@ class Layout:
 
         return jax.tree.map(one, tree)
 
+    def _explicit(self, specs: PyTree) -> PyTree:
+        """Shardings along the explicit axes of the mesh alone, whose types say how arrays lie."""
+
+        def one(spec: P) -> NamedSharding:
+            named = P(*(axis if self._types.get(axis) == AxisType.Explicit else None for axis in spec))
+            return NamedSharding(self.mesh, named)
+
+        return jax.tree.map(one, specs, is_leaf=lambda spec: isinstance(spec, P))
+
     def reshard(self, specs: PyTree, trees: PyTree) -> PyTree:
-        """What is being traced, as explicit axes of the mesh, whose types say how arrays lie, want it."""
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        if AxisType.Explicit not in types.values():
+        """What is being traced, as explicit axes of the mesh want it."""
+        if AxisType.Explicit not in self._types.values():
             return trees
 
-        def one(spec: P, tree: PyTree) -> PyTree:
-            named = P(*(axis if types.get(axis) == AxisType.Explicit else None for axis in spec))
-            return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, NamedSharding(self.mesh, named)), tree)
+        def one(sharding: NamedSharding, tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
 
-        return jax.tree.map(one, specs, trees, is_leaf=lambda spec: isinstance(spec, P))
+        return jax.tree.map(one, self._explicit(specs), trees)
 
     def check(self, params: Params, state: EstimatorState, chunk: Chunk) -> None:
         """The chunk and the state are those of so many streams on this mesh."""

@@ -16,6 +16,16 @@ import jax
 import streamgrad as sg
 from tests.devices.cases import STREAMS, difference, make, train
 
+BY_COLUMNS = " by columns"
+
+
+def spread(name: str) -> sg.GradientEstimator:
+    """The estimator over all devices; by columns, over those of each process."""
+    if name.endswith(BY_COLUMNS):
+        mesh = jax.make_mesh((2, 2), ("streams", "columns"))
+        return sg.sharded(make(name.removesuffix(BY_COLUMNS)), STREAMS, mesh, columns="columns")
+    return sg.sharded(make(name), STREAMS, jax.make_mesh((4,), ("streams",)))
+
 
 def main(rank: int, port: int, names: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")
@@ -23,11 +33,10 @@ def main(rank: int, port: int, names: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
-    mesh = jax.make_mesh((4,), ("streams",))
     own = slice(rank * STREAMS // 2, (rank + 1) * STREAMS // 2)
-    found = {name: train(sg.sharded(make(name), STREAMS, mesh), streams=own) for name in names}
+    found = {name: train(spread(name), streams=own) for name in names}
     if rank == 0:
-        alone = {name: train(sg.batched(make(name), STREAMS)) for name in names}
+        alone = {name: train(sg.batched(make(name.removesuffix(BY_COLUMNS)), STREAMS)) for name in names}
         print(json.dumps({name: difference(found[name], alone[name]) for name in names}), flush=True)
     jax.distributed.shutdown()
 

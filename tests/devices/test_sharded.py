@@ -55,7 +55,7 @@ def two_processes(names: list[str]) -> dict[str, float]:
 
 
 def test_two_processes():
-    found = two_processes(["rtrl", "uoro"])
+    found = two_processes(["rtrl", "uoro", "rtrl by columns"])
     assert max(found.values()) < CLOSE
 
 
@@ -92,6 +92,12 @@ def test_kronecker_sums_by_columns(hidden, parts):
     assert far < CLOSE
     left = state.memory.left["w"]
     assert {part.data.nbytes * 2 * parts for part in left.addressable_shards} == {left.nbytes}
+
+
+def test_a_single_row_by_columns():
+    """Which cannot be cut: every device keeps it, and it is counted once."""
+    model = sg.Model(sg.cells.vanilla(2, 1), sg.heads.squared_error(2))
+    assert by_columns(sg.ok(model), model)[0] < CLOSE
 
 
 @pytest.mark.slow
@@ -199,7 +205,7 @@ BY_COLUMNS = {
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("shape", few([(2, 2), (1, 4)], (1, 4)))
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((1, 4), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", few(BY_COLUMNS, "gru", "ok"))
 def test_traffic_by_columns(name, shape, types):
     """The gradient is gathered from columns and summed over streams; no influence travels, nor anything step by step.
@@ -225,8 +231,9 @@ def test_traffic_by_columns(name, shape, types):
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     filled = sum(leaf.size + 3 * max(leaf.shape) for leaf in jax.tree.leaves(params.cell))
     assert sum(gathered) <= filled
-    sketch = [STREAMS // shape[0] * 2 * 70 * 64] if name == "ok" else []
-    assert sorted(reduced) == sorted([total, *sketch])
+    *sketch, gradient = sorted(reduced, reverse=True)
+    assert sketch == ([STREAMS // shape[0] * 2 * 70 * 64] if name == "ok" else [])
+    assert 0.9 * total < gradient <= total  # but for what is known to be zero
     for leaf in jax.tree.leaves(state.memory):
         axes = [axis for axis in leaf.sharding.spec if axis is not None]
         part = math.prod(leaf.addressable_shards[0].data.shape)
@@ -235,10 +242,11 @@ def test_traffic_by_columns(name, shape, types):
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
-def test_inside_compiled_loops(types):
+@pytest.mark.parametrize("columns", [None, "columns"])
+def test_inside_compiled_loops(types, columns):
     """As in a training program: `init`, `update` and a scan inside of `jit`, in the mesh's context or not."""
-    mesh = mesh_of(2, types=types)
-    est, params = sg.sharded(make("rtrl"), STREAMS, mesh), params_of()
+    mesh = mesh_of(2, types=types) if columns is None else mesh_of(2, 2, types=types)
+    est, params = sg.sharded(make("rtrl"), STREAMS, mesh, columns=columns), params_of()
     chunks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[chunk_of(number) for number in range(3)])
 
     @jax.jit
