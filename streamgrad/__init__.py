@@ -28,11 +28,10 @@ from streamgrad.base import (
 )
 from streamgrad.deprecations import renamed
 from streamgrad.engine.by_steps import by_steps
-from streamgrad.engine.estimator import estimator
+from streamgrad.engine.estimator import batched, estimator
 from streamgrad.engine.method import Method, Outcome, per_stream
 from streamgrad.engine.monitored import monitored
 from streamgrad.engine.sharded import sharded
-from streamgrad.engine.streams import batched
 from streamgrad.noise.settings import with_noise
 from streamgrad.step import cuts
 

@@ -88,6 +88,11 @@ class Model:
         object.__setattr__(inner, "_given", self)
         return inner
 
+    @functools.cached_property
+    def _alone(self) -> "Model":
+        """The same model, without the one that it was made of: of a model that `worked` has made, for its own sake."""
+        return Model(self.cell, self.head)
+
     def enter(self, params: Params) -> Params:
         """The parameters of `worked(model)`, which are matrices."""
         return params if self.cell.worked is None else params._replace(cell=self.cell.worked.weights(params.cell))
@@ -334,13 +339,14 @@ def worked(model: Model) -> Model:
       model: the user's.
 
     Returns:
-      The same model for the cells of this library; else one whose cell is `Cell.worked`.
+      The same model for the cells of this library; else one whose cell is `Cell.worked`. An estimator of that one is
+      over matrices, with the parameters `model.enter(params)`.
     """
     if isinstance(model, Cell):
         raise ValueError("model must be a streamgrad.Model, not a Cell: make it one with Model(cell, head).")
     if not isinstance(model, Model):
         raise ValueError(f"model must be a streamgrad.Model(cell, head), not {kind_of(model)}.")
-    return model._worked
+    return model._worked if model._given is None else model._alone
 
 
 def given(model: Model) -> Model:

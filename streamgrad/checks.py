@@ -102,7 +102,7 @@ def check_arguments(name: str, function: Any, *arguments: str) -> None:
 
 def check_own_matrices(model: Any) -> None:
     """`model` is a `Model` whose cell is worked on as it was given, so that its parameters are those of the theory."""
-    if worked(model) is not model:
+    if worked(model).cell is not model.cell:
         raise ValueError(
             "the theory is over the matrices that this cell's parameters make: pass streamgrad.worked(model) for the "
             "model, and model.enter(params) for its parameters."

@@ -17,14 +17,8 @@ from streamgrad._typing import Array, Bool, PyTree
 from streamgrad.base import EstimatorState, Info, Model, Params
 from streamgrad.engine.chunk import Forward
 from streamgrad.engine.collectives import everywhere
-from streamgrad.engine.method import Outcome
+from streamgrad.engine.method import Outcome, watched_streams
 from streamgrad.trees import all_finite, cleared
-
-
-def watched_streams(state: EstimatorState) -> int:
-    """How many streams have a memory: the first of all streams, which a state without memory watches all."""
-    leaves = jax.tree.leaves(state.memory) or jax.tree.leaves(state.cell)
-    return leaves[0].shape[0]
 
 
 def older_credit(

@@ -183,3 +183,9 @@ def as_batch(tree: PyTree) -> PyTree:
 def only_stream(tree: PyTree) -> PyTree:
     """The stream of a batch of one."""
     return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+def watched_streams(state: EstimatorState) -> int:
+    """How many streams have a memory, the first of all; all of them where there is nothing to remember."""
+    leaves = jax.tree.leaves(state.memory) or jax.tree.leaves(state.cell)
+    return leaves[0].shape[0]

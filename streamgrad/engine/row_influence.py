@@ -21,10 +21,10 @@ import numpy as np
 from streamgrad._typing import Array, Bool, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, Model, Params
 from streamgrad.engine import sparse_influence
-from streamgrad.engine.across import finish, older_credit, watched_streams, with_older
+from streamgrad.engine.across import finish, older_credit, with_older
 from streamgrad.engine.chunk import episode_over, go_back, go_forward, step_maps
 from streamgrad.engine.collectives import Devices
-from streamgrad.engine.method import Outcome
+from streamgrad.engine.method import Outcome, watched_streams
 from streamgrad.engine.row_arrays import Places, advanced, summed, times
 from streamgrad.step.platform import unroll
 from streamgrad.step.row_units import RowRange, RowUnits

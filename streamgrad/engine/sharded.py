@@ -12,9 +12,8 @@ from streamgrad._typing import Array, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params, Trace
 from streamgrad.checks import check_estimator, check_size, check_values
 from streamgrad.engine.collectives import Devices
-from streamgrad.engine.estimator import Engine, Result, streams_of
+from streamgrad.engine.estimator import Engine, Result, check_watched, mapped, streams_of
 from streamgrad.engine.mesh_layout import Layout
-from streamgrad.engine.streams import check_watched, mapped
 from streamgrad.keys import one_key_per_stream
 from streamgrad.trees import kind_of, once_per_shape
 

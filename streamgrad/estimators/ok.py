@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Model, Params, real_dtype, worked
 from streamgrad.checks import check_at_most, check_size, find_cut
-from streamgrad.engine.across import finish, older_credit, watched_streams, with_older
+from streamgrad.engine.across import finish, older_credit, with_older
 from streamgrad.engine.chunk import go_back, go_forward
 from streamgrad.engine.collectives import Devices
 from streamgrad.engine.estimator import estimator
-from streamgrad.engine.method import Method, Outcome
+from streamgrad.engine.method import Method, Outcome, watched_streams
 from streamgrad.noise.distributions import Noise, find_noise
 from streamgrad.noise.kronecker_reduction import reduce, signs_needed, sketch_width
 from streamgrad.step import cuts

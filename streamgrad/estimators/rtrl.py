@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from streamgrad._typing import Array, Float, PyTree
 from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Model, Params, real_dtype, worked
 from streamgrad.engine import sparse_influence
-from streamgrad.engine.across import finish, older_credit, watched_streams, with_older
+from streamgrad.engine.across import finish, older_credit, with_older
 from streamgrad.engine.by_steps import by_steps
 from streamgrad.engine.chunk import go_back, go_forward
 from streamgrad.engine.collectives import Devices
 from streamgrad.engine.estimator import estimator
-from streamgrad.engine.method import Method, Outcome
+from streamgrad.engine.method import Method, Outcome, watched_streams
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
 from streamgrad.step.influence_sparsity import find_influence_pattern

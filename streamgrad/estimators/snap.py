@@ -76,7 +76,7 @@ def snap(model: Model, order: int = 1, inside: str = "estimated") -> GradientEst
             "is made of another one, such as vanilla, lstm or gru in one layer: for stacks and encoders use rtrl or "
             "local_rtrl, or snap with inside='estimated'."
         )
-    return snap_by_steps(model, order)
+    return _by_steps(model, order)
 
 
 def is_exact(model: Model, order: int) -> bool:
@@ -103,7 +103,10 @@ def _mask(model: Model, order: int) -> InfluencePattern:
 
 def snap_by_steps(model: Model, order: int = 1) -> GradientEstimator:
     """M masked at every step, from whole Jacobians, as it was published; for any cell and pattern."""
-    model = worked(model)
+    return _by_steps(worked(model), order)
+
+
+def _by_steps(model: Model, order: int) -> GradientEstimator:
     reach = _mask(model, order)
     cut = model.cell.cuts["preactivation"]
     layout = cuts.layout(model.cell, cut)

@@ -231,14 +231,14 @@ def test_chunk_lengths_that_make_no_sense():
 @pytest.mark.slow
 def test_one_stream_has_no_spread_to_look_at():
     model, params, chunk = network()
-    some = [one for one in candidates_for(model, params, chunk, only=["uoro"]) if "shrink" in one.name]
+    some = [one for one in candidates_for(model, params, chunk, only=["uoro", "uoro_across"]) if "shrink" in one.name]
     assert compare(model, params, chunk, jax.random.key(3), 4, 1, 1, some, chunk_length=4) == []
 
 
 def test_noise_across_chunks_is_on_the_state_of_any_cell():
     model = tools.make_model("nested")
     params, chunk = tools.make_params(model), tools.make_chunk(model, 4)
-    names = {one.name for one in candidates_for(model, params, chunk, only=["uoro"])}
+    names = {one.name for one in candidates_for(model, params, chunk, only=["uoro", "uoro_across"])}
     assert {"uoro", "uoro_across"} <= names
 
 
@@ -250,7 +250,7 @@ def test_progress_has_one_total_for_each_part():
     def progress(part, made, total, words):
         seen.setdefault(part, []).append((made, total))
 
-    some = candidates_for(model, params, chunk, only=["preuoro", "uoro"])
+    some = candidates_for(model, params, chunk, only=["preuoro", "uoro", "uoro_across"])
     made = list(some)
     assert len(some) == len(made) and made[-1].name == "preuoro" and sum(one.hindsight for one in made) == 2
     few = [one for one in made if one.name in ("preuoro", "uoro_across shrink=auto")]

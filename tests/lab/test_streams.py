@@ -108,7 +108,7 @@ def test_recall_is_the_queue_with_a_delay_in_its_state():
 
 def test_series_are_compared_by_every_estimator():
     part = next(part for part in streams.PRESETS["paper"].settings if part.name == "series")
-    assert {METHODS[name].estimator for name in part.methods} | set(series.SAME) == set(REGISTRY)
+    assert {METHODS[name].estimator for name in part.methods} | {*series.SAME, *series.YOUNGER} == set(REGISTRY)
     model = sg.Model(sg.cells.vanilla(1, 64), sg.heads.squared_error(1))
     for name in part.methods:
         make_estimator(name, model)

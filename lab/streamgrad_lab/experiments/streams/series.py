@@ -45,6 +45,8 @@ THEIRS = {
 }
 # Rows of the registry that are another one here: with chunks of one step, and in a single layer.
 SAME = {"bptt": "immediate", "local_rtrl": "rtrl"}
+# Rows of the registry that are younger than the recorded runs.
+YOUNGER = ("uoro_across", "kernl", "pes")
 PROTOCOL_RATE = 1e-3
 PROTOCOL_SIZE = (64, 8, 200, 15_000)  # units, streams, steps of an episode, and in all
 TITLES = {"henon": "Henon", "mackey_glass": "Mackey-Glass", "lorenz": "Lorenz"}
