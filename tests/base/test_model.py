@@ -139,11 +139,24 @@ def test_the_cell_of_a_model_is_the_one_that_was_given(name):
     model = sg.Model(cell, sg.heads.squared_error(2))
     assert model.cell is cell
     assert (sg.worked(model) is model) == (name == "lstm")
-    assert sg.worked(model) is sg.worked(model) and sg.worked(sg.worked(model)) is sg.worked(model)
+    assert sg.worked(model) is sg.worked(model) and sg.worked(sg.worked(model)).cell is sg.worked(model).cell
     params = model.init(jax.random.key(0))
     assert jax.tree.structure(params.cell) == jax.tree.structure(cell.init_params(jax.random.key(0)))
     matrices = jax.eval_shape(sg.worked(model).init, jax.random.key(0)).cell
     assert [x.shape for x in jax.tree.leaves(model.enter(params).cell)] == [x.shape for x in jax.tree.leaves(matrices)]
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_an_estimator_of_the_worked_model_is_over_matrices(name):
+    model = sg.Model(GIVEN[name](), sg.heads.squared_error(2))
+    params, x = model.init(jax.random.key(0)), jnp.ones((4, 1))
+    chunk, own, inner = sg.Chunk(x, jnp.ones((4, 2))), sg.rtrl(model), sg.rtrl(sg.worked(model))
+    entered = model.enter(params)
+    grads, _, info = own.update(params, own.init(params), chunk)
+    matrices, _, same = inner.update(entered, inner.init(entered), chunk)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    assert jax.tree.structure(matrices) == jax.tree.structure(entered)
+    np.testing.assert_allclose(info.loss, same.loss)
 
 
 @pytest.mark.parametrize("name", GIVEN)
