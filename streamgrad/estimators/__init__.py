@@ -8,6 +8,7 @@ from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.dni import dni
 from streamgrad.estimators.eprop import eprop
 from streamgrad.estimators.immediate import immediate
+from streamgrad.estimators.kernl import kernl
 from streamgrad.estimators.local_rtrl import local_rtrl
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
@@ -34,6 +35,7 @@ __all__ = [  # noqa: RUF022, the estimators by themselves
     "dni",
     "eprop",
     "immediate",
+    "kernl",
     "local_rtrl",
     "nobacktrack",
     "ok",

@@ -16,6 +16,7 @@ from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.dni import dni
 from streamgrad.estimators.eprop import eprop
 from streamgrad.estimators.immediate import immediate
+from streamgrad.estimators.kernl import kernl
 from streamgrad.estimators.local_rtrl import local_rtrl
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
@@ -127,6 +128,11 @@ ROWS = (
         "rflo", rflo, "biased", "P", "P", ("preactivation",),
         "one trace for each weight, which leaks as its unit does; feedback through random weights or symmetric",
         MappingProxyType({"feedback": "symmetric"}), (MappingProxyType({"feedback": "random"}),),
+    ),
+    Row(
+        "kernl", kernl, "biased", "P + S²", "P per own unit", ("preactivation", "state"),
+        "sensitivities and time constants of units, learnt from a perturbed twin; one trace for each weight",
+        variants=(MappingProxyType({"immediate": "exact"}),), learns=True,
     ),
     Row(
         "ok", ok, "unbiased", "S P", "r (S N + A)", ("preactivation",),

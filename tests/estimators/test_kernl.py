@@ -226,13 +226,13 @@ def test_advance_and_credit(immediate):
     for number, part in enumerate(split(chunk, (3, 4))):
         key = jax.random.key(number)
         grads, whole, info = est.update(params, whole, part, key)
-        outputs, halves = est.advance(params, halves, part.inputs, key, part.reset)
+        outputs, halves, trace = est.advance(params, halves, part.inputs, key, part.reset)
         np.testing.assert_allclose(outputs, info.outputs, rtol=1e-12)
         dl_dy = jax.vmap(jax.grad(lambda y, target: model.head.loss(params.head, y, target)))(outputs, part.targets)
-        credit = est.credit(params, halves, dl_dy)
+        credit = est.credit(params, trace, dl_dy)
         assert error(credit, grads.cell) < 1e-10
         twice = jax.tree.map(lambda leaf: 2 * leaf, credit)
-        assert error(est.credit(params, halves, 2 * dl_dy), twice) < 1e-10
+        assert error(est.credit(params, trace, 2 * dl_dy), twice) < 1e-10
         np.testing.assert_allclose(halves.shared.sensitivity, whole.shared.sensitivity, rtol=1e-12)
 
 
