@@ -12,6 +12,7 @@ from streamgrad.estimators.kernl import kernl
 from streamgrad.estimators.local_rtrl import local_rtrl
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
+from streamgrad.estimators.pes import pes
 from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.reinforce import reinforce
 from streamgrad.estimators.rflo import rflo
@@ -39,6 +40,7 @@ __all__ = [  # noqa: RUF022, the estimators by themselves
     "local_rtrl",
     "nobacktrack",
     "ok",
+    "pes",
     "preuoro",
     "reinforce",
     "rflo",

@@ -20,6 +20,7 @@ from streamgrad.estimators.kernl import kernl
 from streamgrad.estimators.local_rtrl import local_rtrl
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
+from streamgrad.estimators.pes import pes
 from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.reinforce import reinforce
 from streamgrad.estimators.rflo import rflo
@@ -173,6 +174,11 @@ ROWS = (
     Row(
         "reinforce", reinforce, "unbiased for the noisy network", "P", "P", ("state",),
         "noise in the state, its score times the loss; UORO at the state as `sigma` goes to 0",
+    ),
+    Row(
+        "pes", pes, "unbiased for the smoothed loss", "R P", "R P / 2", (),
+        "evolution strategies: `particles=R` with noisy parameters, whose noise adds up over the chunks of an episode",
+        variants=(MappingProxyType({"accumulate": False}),),
     ),
 )  # fmt: skip
 

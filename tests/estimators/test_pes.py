@@ -226,11 +226,11 @@ def test_advance_and_credit(accumulate):
     start = 0
     for number, part in enumerate(split(chunk, (3, 4))):
         key, length = jax.random.key(number), len(part.targets)
-        outputs, state = est.advance(params, state, part.inputs, key, part.reset)
+        outputs, state, trace = est.advance(params, state, part.inputs, key, part.reset)
         np.testing.assert_allclose(outputs, said[start : start + length], rtol=1e-12)
         dl_dy = jnp.asarray(rng.normal(size=outputs.shape))
         want, whole, _ = same.update(bare, whole, part._replace(targets=dl_dy), key)
-        assert error(est.credit(params, state, dl_dy), want.cell) < 1e-10
+        assert error(est.credit(params, trace, dl_dy), want.cell) < 1e-10
         start += length
 
 
