@@ -109,6 +109,9 @@ still be the better choice, where it is cheap and its cosine is high.""",
     "unbiased for the noisy network": """Its mean is the gradient of the network with noise in its state, close to that
 of the network without. Nearly all of its error is noise, which falls as 1/B with B streams, and averages out over
 updates.""",
+    "unbiased for the smoothed loss": """Its mean is the gradient of the loss smoothed by noise in the parameters, close
+to that of the network without. Nearly all of its error is noise, which falls as 1/B with B streams, and averages out
+over updates.""",
     "unbiased": """It is unbiased: its error is noise, which falls as 1/B with B streams, and averages out over updates.
 Where a bias is shown all the same, a variant trades one for the other.""",
 }
@@ -186,8 +189,8 @@ The error of what is exact in the chunk, and of what is biased, is a bias: no nu
 out. The error of what is unbiased is noise, which falls as 1/B with B streams. So the two are not alike at the same
 size: over many updates noise averages out, and bias adds up.
 
-**Letters** on the pages: S state units, N preactivations, A features, P recurrent parameters, G groups, R blocks, r
-terms, T or K steps in a chunk. A *cut* is the vertex of the transition at which noise enters.
+**Letters** on the pages: S state units, N preactivations, A features, P recurrent parameters, G groups, R blocks or
+particles, r terms, T or K steps in a chunk. A *cut* is the vertex of the transition at which noise enters.
 
 `{command}` measures again and writes all pages ([CSV](../../benchmarks/results/pages.csv)), with `--only NAME` some of
 them; `{command} --write-only` writes them from what was measured.

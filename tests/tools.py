@@ -136,10 +136,10 @@ def made(make, model: sg.Model, **options):
 
 
 def run(est: sg.GradientEstimator, params, chunks, key=None):
-    """Gradients of consecutive chunks, summed; parameters stay as they are."""
+    """Gradients of consecutive chunks, summed; parameters stay as they are. A list has a key for each chunk."""
     state, total, losses = est.init(params), None, []
-    for chunk in chunks:
-        grads, state, info = est.update(params, state, chunk, key)
+    for index, chunk in enumerate(chunks):
+        grads, state, info = est.update(params, state, chunk, key[index] if isinstance(key, list) else key)
         total = grads if total is None else jax.tree.map(np.add, total, grads)
         losses.append(info.loss)
     return jax.tree.map(jnp.asarray, total), jnp.asarray(np.concatenate(losses)), state
@@ -151,10 +151,10 @@ def bptt(model: sg.Model, params, chunk: sg.Chunk):
 
 
 def error(got, want) -> float:
-    """The largest difference, relative to the largest entry of the same leaf's tree."""
+    """The largest difference, relative to the largest entry of the wanted tree, unless all of it is zero."""
     got, want = (list(map(np.asarray, jax.tree.leaves(tree))) for tree in (got, want))
     scale = max(np.max(np.abs(leaf)) for leaf in want)
-    return float(max(np.max(np.abs(a - b)) for a, b in zip(got, want, strict=True)) / scale)
+    return float(max(np.max(np.abs(a - b)) for a, b in zip(got, want, strict=True)) / (scale or 1.0))
 
 
 def weighed(model: sg.Model) -> sg.Model:
@@ -231,6 +231,17 @@ def noisy_loss(model: sg.Model, params, chunk, u, sigma, q0=None):
         return state, model.head.loss(params.head, cell.output(state), target)
 
     return jnp.sum(jax.lax.scan(step, fresh, (chunk.inputs, chunk.targets, reset, kicks))[1])
+
+
+def smoothed_loss(model: sg.Model, params, chunk, u, sigma):
+    """The summed loss of the network whose parameters are perturbed: θ + σ u, the same at all steps of the chunk."""
+    theta, unravel = ravel_pytree(params.cell)
+    return noisy_loss(model, params._replace(cell=unravel(theta + sigma * u)), chunk, still(model, params, chunk), 0.0)
+
+
+def still(model: sg.Model, params, chunk):
+    """No noise in the state."""
+    return jnp.zeros((len(chunk.targets), ravel_pytree(model.init_state(params))[0].size))
 
 
 def gaussian_nodes(nodes: int, *shape: int) -> tuple[np.ndarray, np.ndarray]:

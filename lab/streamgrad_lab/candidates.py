@@ -131,7 +131,8 @@ def _candidate(
     """An estimator of the registry with what these options make of its promise."""
     noisy = row.noisy
     shrink = options.get("shrink", 1)
-    promise = row.promise if shrink == 1 else "biased"
+    truncated = not options.get("accumulate", True)
+    promise = row.promise if shrink == 1 and not truncated else "biased"
     least = 2 if shrink == "auto" else 1  # it looks at the spread over streams
     return Candidate(label, promise, est, *_prediction(row, episodes, options, noisy), hindsight, noisy, least)
 

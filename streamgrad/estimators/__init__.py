@@ -8,9 +8,11 @@ from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.dni import dni
 from streamgrad.estimators.eprop import eprop
 from streamgrad.estimators.immediate import immediate
+from streamgrad.estimators.kernl import kernl
 from streamgrad.estimators.local_rtrl import local_rtrl
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
+from streamgrad.estimators.pes import pes
 from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.reinforce import reinforce
 from streamgrad.estimators.rflo import rflo
@@ -34,9 +36,11 @@ __all__ = [  # noqa: RUF022, the estimators by themselves
     "dni",
     "eprop",
     "immediate",
+    "kernl",
     "local_rtrl",
     "nobacktrack",
     "ok",
+    "pes",
     "preuoro",
     "reinforce",
     "rflo",

@@ -16,9 +16,11 @@ from streamgrad.estimators.bptt import bptt
 from streamgrad.estimators.dni import dni
 from streamgrad.estimators.eprop import eprop
 from streamgrad.estimators.immediate import immediate
+from streamgrad.estimators.kernl import kernl
 from streamgrad.estimators.local_rtrl import local_rtrl
 from streamgrad.estimators.nobacktrack import nobacktrack
 from streamgrad.estimators.ok import ok
+from streamgrad.estimators.pes import pes
 from streamgrad.estimators.preuoro import preuoro
 from streamgrad.estimators.reinforce import reinforce
 from streamgrad.estimators.rflo import rflo
@@ -129,6 +131,11 @@ ROWS = (
         MappingProxyType({"feedback": "symmetric"}), (MappingProxyType({"feedback": "random"}),),
     ),
     Row(
+        "kernl", kernl, "biased", "P + S²", "P per own unit", ("preactivation", "state"),
+        "sensitivities and time constants of units, learnt from a perturbed twin; one trace for each weight",
+        variants=(MappingProxyType({"immediate": "exact"}),), learns=True,
+    ),
+    Row(
         "ok", ok, "unbiased", "S P", "r (S N + A)", ("preactivation",),
         "backpropagation in the chunk, a sum of r Kronecker products across chunks",
         variants=(MappingProxyType({"rank": 1}),),
@@ -167,6 +174,11 @@ ROWS = (
     Row(
         "reinforce", reinforce, "unbiased for the noisy network", "P", "P", ("state",),
         "noise in the state, its score times the loss; UORO at the state as `sigma` goes to 0",
+    ),
+    Row(
+        "pes", pes, "unbiased for the smoothed loss", "R P", "R P / 2", (),
+        "evolution strategies: `particles=R` with noisy parameters, whose noise adds up over the chunks of an episode",
+        variants=(MappingProxyType({"accumulate": False}),),
     ),
 )  # fmt: skip
 

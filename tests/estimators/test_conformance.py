@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import streamgrad as sg
 from streamgrad.base import CUT_NAMES
@@ -16,7 +17,6 @@ from tests.estimators.registered import (
     cases,
     make,
     noise_shape,
-    noisy,
     of_each_kind,
     refuses,
     run_quietly,
@@ -36,6 +36,7 @@ from tests.tools import (
     mean_over,
     noisy_loss,
     run,
+    smoothed_loss,
     split,
     weighed,
 )
@@ -74,8 +75,9 @@ def weigh(model, chunk):
 def test_promise(row, cut, weights):
     """Exact means equal to BPTT of the whole sequence in any chunks; unbiased means so in the mean over the noise.
 
-    Where the noise is in the network, the mean over it is the gradient of the expected loss. With weights all of it
-    holds for the weighted loss.
+    Where the noise is in the network, in its state or its parameters, the mean over it is the gradient of the expected
+    loss. A biased estimator is its textbook, under given noise where it has any. With weights all of it holds for the
+    weighted loss.
     """
     model, params, chunk = setup(length=3, n_hidden=1 if cut == "params" else 2)
     chunk, plain, same = weigh(model, chunk) if weights else (chunk, model, chunk)
@@ -86,11 +88,15 @@ def test_promise(row, cut, weights):
     elif row.promise == "exact in the chunk":
         assert error(run(make(row, cut, model), params, [chunk])[0], want) < 1e-10
     elif row.promise == "biased":
-        got, _, _ = run(make(row, cut, model), params, split(chunk, (1, 2)))
-        textbook = getattr(reference, row.name)
-        # Some depend on how the stream is cut into chunks.
-        chunking = {"sizes": (1, 2)} if "sizes" in inspect.signature(textbook).parameters else {}
-        assert error(got.cell, textbook(plain, params, same, **row.options, **chunking)) < 1e-10
+        parts, textbook, told, keys = list(split(chunk, (1, 2))), getattr(reference, row.name), {}, None
+        if "sizes" in inspect.signature(textbook).parameters:  # how the stream is cut into chunks
+            told["sizes"] = (1, 2)
+        if row.noisy:
+            rng = np.random.default_rng(0)
+            keys = [jnp.asarray(rng.normal(size=noise_shape(row, cut, model, params, part))) for part in parts]
+            told |= {"noise": keys, "cut": cut}
+        got, _, _ = run(make(row, cut, model, **({"noise": "given"} if row.noisy else {})), params, parts, keys)
+        assert error(got.cell, textbook(plain, params, same, **row.options, **told)) < 1e-10
     elif row.promise == "unbiased":
         shape = noise_shape(row, cut, model, params, chunk)
         est = make(row, cut, model, noise="given")
@@ -107,6 +113,19 @@ def test_promise(row, cut, weights):
         est = make(row, cut, small, noise="given", sigma=0.3)
         mean = mean_over(est, params_of_small, two_steps, u, shares)
         assert error(mean, jax.grad(expected)(params_of_small)) < 1e-10
+    elif row.promise == "unbiased for the smoothed loss":  # here of one chunk; of several, in the file of each
+        small, params_of_small, two_steps = setup(length=2, n_hidden=1)
+        two_steps, plain, same = weigh(small, two_steps) if weights else (two_steps, small, two_steps)
+        est = make(row, cut, small, noise="given", sigma=0.1, particles=2)
+        u, shares = gaussian_nodes(12, ravel_pytree(params_of_small.cell)[0].size)
+
+        def smoothed(params):
+            losses = jax.vmap(lambda u: smoothed_loss(plain, params, same, u, sigma=0.1))(jnp.asarray(u))
+            return shares @ losses
+
+        mean = mean_over(est, params_of_small, two_steps, u[:, None], shares)
+        assert error(mean, jax.grad(smoothed)(params_of_small)) < 1e-10
+        assert error(mean, bptt(plain, params_of_small, same)) > 1e-3  # there is something to smooth
     _, again, _ = run_quietly(row, cut, model, params, chunk)
     np.testing.assert_allclose(again, losses, rtol=1e-12)
 
@@ -251,7 +270,7 @@ def test_reset_begins_anew(row, cut):
     first, second = (part._replace(reset=None) for part in split(chunk, (2, 3)))
     noises: list = [None] * 3
     options, by_step = {}, True
-    if noisy(row):
+    if row.noisy:
         shapes = [noise_shape(row, cut, model, params, part) for part in (chunk, first, second)]
         by_step = shapes[0][0] == 5  # else the noise is that of the whole chunk
         drawn = [jnp.asarray(np.random.default_rng(0).normal(size=shape)) for shape in shapes]
@@ -355,7 +374,7 @@ def test_any_cell(row, cut):
                 make(row, cut, model)
 
 
-NOISY = [pytest.param(row, marks=() if row.name in KINDS else pytest.mark.slow) for row in ROWS if noisy(row)]
+NOISY = [pytest.param(row, marks=() if row.name in KINDS else pytest.mark.slow) for row in ROWS if row.noisy]
 
 
 @pytest.mark.parametrize("row", NOISY, ids=lambda row: row.name)

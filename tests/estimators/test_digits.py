@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
-from tests.estimators.registered import cases, make, noisy, usual
+from tests.estimators.registered import cases, make, usual
 from tests.tools import error, one_sentence
 
 INPUTS = np.random.default_rng(0).normal(size=(3, 4, 2))
@@ -92,6 +92,6 @@ def test_digits_come_through_every_estimator(row, cut):
     grads, _, end = train(make(row, cut, model), model, keys)
     assert int(end["a"]) == 60_000 + INPUTS[..., 0].size
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
-    if not noisy(row):
+    if not row.noisy:
         want, _, _ = train(make(row, cut, model_with(False)), model_with(False), keys)
         assert all(error(a, b) < 1e-10 for a, b in zip(grads, want, strict=True))

@@ -18,7 +18,7 @@ import pytest
 import streamgrad as sg
 from streamgrad.estimators import REGISTRY
 from tests.cells.libraries import have
-from tests.estimators.registered import CASES, noise_shape, noisy, usual, where
+from tests.estimators.registered import CASES, noise_shape, usual, where
 from tests.tools import one_sentence
 
 LENGTH = 3
@@ -133,7 +133,7 @@ def chunks(length=LENGTH):
 
 def noise_of(row, cut, cell):
     """What is passed as a key, one for each chunk: where an estimator is noisy, always the same noise."""
-    if not noisy(row):
+    if not row.noisy:
         return [None, None] if row.name != "artbp" else [jax.random.key(0)] * 2
     params = wide(numbers_of(cell))
     shape = noise_shape(row, cut, model_of(cell), params, jax.tree.map(jnp.asarray, chunks()[0]))
@@ -142,7 +142,7 @@ def noise_of(row, cut, cell):
 
 
 def options(row, cut):
-    return where(row, cut) | ({"noise": "given"} if noisy(row) else {})
+    return where(row, cut) | ({"noise": "given"} if row.noisy else {})
 
 
 def dtypes(tree):

@@ -44,7 +44,7 @@ OTHERS = {
 # Those that go through a chunk in ways of their own; the rest are among the slow tests.
 QUICK = (
     *("rtrl", "ok-preactivation", "uoro-preactivation", "snap-preactivation", "dni", "reinforce-state"),
-    "windowed_bptt",
+    *("windowed_bptt", "kernl-state", "pes"),
 )
 # They go on through resets: only what is not finite is begun anew.
 ONGOING = ("reinforce, average", "reinforce, average by position")

@@ -7,11 +7,22 @@ import jax
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from tests.reference import kernl as kernels
 from tests.reference import local, truncated
 from tests.reference.unrolled import gradients, jacobians
 
 eprop, immediate, local_rtrl, rflo, snap = local.eprop, local.immediate, local.local_rtrl, local.rflo, local.snap
 dni, windowed_bptt = truncated.dni, truncated.windowed_bptt
+
+
+def kernl(model, params, chunk, cut, noise, sizes):
+    """KeRNL of one stream from its beginning, with default options: see `tests.reference.kernl`."""
+    size = ravel_pytree(model.init_state(params))[0].size
+    n = noise[0].shape[1]
+    beta = np.eye(size) if cut == "state" else np.zeros((size, n))
+    psi, kappa = np.concatenate(noise)[None], np.full(n, np.exp(-1 / 10))
+    found = kernels.kernl(model, params, [chunk], sizes, psi, beta, kappa, cut=cut, restart=100)
+    return ravel_pytree(params.cell)[1](sum(cell for cell, *_ in found))
 
 
 def rtrl(model, params, chunk, cut):
