@@ -112,10 +112,10 @@ def kernl(
       noise: any of zero mean and unit variance, or "given" (the caller passes ψ, `[T, n]`, in place of the key).
 
     Returns:
-      The estimator. Memory is P for each unit that a row enters; time per step is about that of BPTT, and S² for β.
-      `state.shared` is the `Kernel`, with β, `sensitivity`, and κ, `decay`, which all streams of a batch have in
-      common. Its diagnostics, `[T]`, are the norms of the twin's distance over σ, `seen`, and of the error of its
-      prediction, `missed`. `advance` learns the kernel as `update` does.
+      The estimator. Memory is P for each unit that a row enters; time per step is a few times that of BPTT, as network
+      and twin both run, and S² for β. `state.shared` is the `Kernel`, with β, `sensitivity`, and κ, `decay`, which all
+      streams of a batch have in common. Its diagnostics, `[T]`, are the norms of the twin's distance over σ, `seen`,
+      and of the error of its prediction, `missed`. `advance` learns the kernel as `update` does.
 
     Example:
       >>> import jax, jax.numpy as jnp, streamgrad as sg
