@@ -11,7 +11,7 @@ Tasks, training, experiments, the report and the command line are in `streamgrad
 
 from typing import Any
 
-from streamgrad import cells, estimators, heads, noise, theory
+from streamgrad import cells, engine, estimators, heads, noise, theory
 from streamgrad.adapt.carried import carried
 from streamgrad.base import (
     Cell,
@@ -60,7 +60,7 @@ from streamgrad.estimators import (
 )
 # /estimators
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [  # noqa: RUF022, the estimators by themselves
     "Cell",
@@ -80,6 +80,7 @@ __all__ = [  # noqa: RUF022, the estimators by themselves
     "carried",
     "cells",
     "cuts",
+    "engine",
     "estimator",
     "estimators",
     "heads",

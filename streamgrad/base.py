@@ -90,7 +90,7 @@ class Model:
 
     @functools.cached_property
     def _alone(self) -> "Model":
-        """The same model, without the one that it was made of: of a model that `worked` has made, for its own sake."""
+        """This model by itself: it forgets the user's model that it was derived from."""
         return Model(self.cell, self.head)
 
     def enter(self, params: Params) -> Params:
@@ -321,7 +321,7 @@ class Model:
 
 
 def _way_in(cell: Any) -> str:
-    """How what was given in place of a cell becomes one, where that is known."""
+    """A hint on how to turn this object into a cell, or an empty string."""
     if inspect.isfunction(cell):
         own = cell.__module__.startswith("streamgrad.")
         return ": call it with its sizes" if own else ": streamgrad.cells.from_function makes one of a step"
@@ -339,8 +339,9 @@ def worked(model: Model) -> Model:
       model: the user's.
 
     Returns:
-      The same model for the cells of this library; else one whose cell is `Cell.worked`. An estimator of that one is
-      over matrices, with the parameters `model.enter(params)`.
+      The same model for the cells of this library; else one whose cell is `Cell.worked`, for the `Method` of an
+      estimator. Hand the user's model on to other estimators, never this one: an estimator of a worked model is over
+      matrices, with the parameters `model.enter(params)`, as the theory is.
     """
     if isinstance(model, Cell):
         raise ValueError("model must be a streamgrad.Model, not a Cell: make it one with Model(cell, head).")

@@ -141,7 +141,8 @@ HELP = {
       dl_doutput: dL/dy_t, of the output's shape.
 
     Returns:
-      A gradient like `params.cell`; of a batch, the mean over streams, or with `per_stream=True` each stream's own.
+      A gradient like `params.cell`; of a batch, the mean over streams. `batched` and `sharded` have `per_stream=True`
+      for each stream's own.
     """,
 }
 
@@ -196,7 +197,7 @@ class GradientEstimator:
         for name, text in HELP.items() if self.label != UNNAMED else ():
             function = getattr(self, name)
             if inspect.isfunction(function) and function.__doc__ is None:
-                function.__doc__ = text
+                function.__doc__, function.__name__, function.__qualname__ = text, name, name
 
     def __repr__(self) -> str:
         return self.label

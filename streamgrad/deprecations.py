@@ -54,11 +54,13 @@ def renamed(module: Mapping[str, Any], name: str) -> Any:
     return module[current_name(name, stacklevel=4)]
 
 
-def current_name(name: str, stacklevel: int = 3) -> str:
-    """The name that a public name has now, with a DeprecationWarning where it had another one."""
+def current_name(name: str, stacklevel: int = 3, silent: bool = False) -> str:
+    """The name that a public name has now, with a DeprecationWarning where it had another one, unless `silent`."""
     row = RENAMED.get(name)
     if row is None or not row.value:
         return name
+    if silent:
+        return row.value
     text = f"streamgrad.{name} is now {row.new}; the old name goes after version {row.since}."
     warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
     return row.value

@@ -82,8 +82,7 @@ def candidates_for(model: Model, params: Params, chunk: Chunk, only: Sequence[st
       What `compare` takes, one after the other.
     """
     if only is not None:
-        for name in only:
-            find_estimator(name)
+        only = [find_estimator(name).name for name in only]
     return Candidates(list(_makers(model, params, chunk, only)))
 
 

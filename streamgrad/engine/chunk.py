@@ -127,10 +127,10 @@ def go_forward(
     return Forward(maps, residuals, features, states, end, tangents, losses, head, dl_dstate, reset)
 
 
-def step_maps(model: Model, params: Params, chunk: Chunk, columns: list | None = None) -> StepVjp:
-    """The linear maps of the steps of a chunk; `columns` as in `streamgrad.step.step_vjp.step_vjp`."""
+def step_maps(model: Model, params: Params, chunk: Chunk, recurrent_features: list | None = None) -> StepVjp:
+    """The linear maps of the steps of a chunk; `recurrent_features` as in `streamgrad.step.step_vjp.step_vjp`."""
     x = jax.tree.map(lambda leaf: leaf[0, 0], chunk.inputs)
-    return step_vjp(model.cell, params.cell, model.init_state(params), x, columns)
+    return step_vjp(model.cell, params.cell, model.init_state(params), x, recurrent_features)
 
 
 def go_back(
@@ -305,7 +305,7 @@ def scaled(factor: Float[Array, "*any"], flow: Float[Array, "*all"]) -> Float[Ar
 
 
 def episode_over(reset: Bool[Array, " *steps"] | None) -> Bool[Array, " *steps"] | None:
-    """Whether another episode begins after a step, `[K]` or `[K, b]`: then the step is of no account at the end."""
+    """Whether another episode begins after a step, `[K]` or `[K, b]`: then the step no longer affects the state at the chunk's end."""
     if reset is None:
         return None
     begun = jax.lax.cummax(reset.astype(jnp.int32), axis=0, reverse=True) > 0

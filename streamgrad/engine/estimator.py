@@ -81,7 +81,7 @@ class Engine(GradientEstimator):
 
 
 def estimator(method: Method) -> GradientEstimator:
-    """Put the checks of the input before a method, compile it, and add the form for many streams.
+    """Turn a method into an estimator: check the input, compile, and support batches.
 
     Args:
       method: how gradients are estimated.
@@ -321,6 +321,9 @@ def batched(est: GradientEstimator, batch_size: int, watched: int | None = None)
         return streams.advance(params, state, inputs, key, reset)
 
     def credit(params: Params, trace: Trace, dl_doutput: Array, per_stream: bool = False) -> PyTree:
+        if not isinstance(trace, Trace):
+            raise ValueError(f"trace must be the third value that advance returned, not {kind_of(trace)}.")
+        check(trace.before, Chunk(trace.inputs, None, trace.reset))
         if per_stream and memories < batch_size:
             raise ValueError("only streams that are watched have credit of their own: leave watched out of batched.")
         return (streams.credit_each if per_stream else streams.credit)(params, trace, dl_doutput)

@@ -219,7 +219,7 @@ class Layout:
         return jax.tree.map(one, specs, is_leaf=lambda spec: isinstance(spec, P))
 
     def reshard(self, specs: PyTree, trees: PyTree) -> PyTree:
-        """What is being traced, as explicit axes of the mesh want it."""
+        """Reshard traced arrays along the explicit axes of the mesh."""
         if AxisType.Explicit not in self._types.values():
             return trees
 
@@ -237,7 +237,7 @@ class Layout:
 
 
 def _along(axis: str | None, specs: PyTree) -> PyTree:
-    """How arrays are cut along one axis of the mesh, from how they are along all."""
+    """Specs restricted to one axis of the mesh."""
 
     def one(spec: P) -> P:
         return P(*(name if name == axis else None for name in spec))

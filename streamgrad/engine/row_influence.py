@@ -131,7 +131,7 @@ def _between(
     vectors = sparse_influence.colour_vectors(units.by_row, sent.dtype)
     steps, streams = sent.shape[:2]
     pull = jax.vmap(maps.pull, in_axes=(None, 0))
-    for size in (streams, steps):  # which `kept` need not tell: of a linear step nothing is
+    for size in (streams, steps):  # said, since a linear step has no residuals to tell them
         pull = jax.vmap(pull, in_axes=(0, None), axis_size=size)
     back, here = pull(kept, vectors)  # [K, B, R, S] and [K, B, R, rows]
     if reset is not None:

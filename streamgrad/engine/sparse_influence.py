@@ -61,7 +61,7 @@ def move(reach: InfluencePattern, back: Float[Array, "b R S"], memory: PyTree) -
             of_own = static_gather(back, leaf.own, axis=2)  # from a row's own units: to all colours, [b, R, w, rows]
             moved = _row_by_row(_between_own(reach, leaf, of_own), own)
             pairs = _pairs(reach, leaf.own[:, :, None], leaf.shared[None, None])
-            if pairs.any():  # never where all that is reached is kept: what all rows reach leads to what all rows reach
+            if pairs.any():  # of truncated patterns alone: else shared units feed only shared units
                 of_shared = jnp.take(static_gather(back, leaf.shared, axis=2), _colours(reach, leaf), axis=1)
                 moved += jnp.einsum("bpnt,btna->bpna", _masked(of_shared, pairs), shared)
             found.append(moved)

@@ -192,7 +192,8 @@ def find_estimator(name: str) -> Row:
       >>> find_estimator("rtrl").promise
       'exact'
     """
-    name = current_name(name)
+    if current_name(name, silent=True) in REGISTRY:
+        name = current_name(name)
     check_choice("estimator", name, tuple(REGISTRY))
     return REGISTRY[name]
 

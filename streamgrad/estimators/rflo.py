@@ -38,7 +38,7 @@ def rflo(model: Model, feedback: str = "random", seed: int = 0) -> GradientEstim
       [[(4, 7)]]
 
     References:
-      Murray, RowUnits online learning in recurrent networks with random feedback, 2019.
+      Murray, Local online learning in recurrent networks with random feedback, 2019.
     """
     model = worked(model)
     signal = find_feedback("rflo", model, feedback, seed)

@@ -102,7 +102,7 @@ def windowed_bptt(model: Model, window: int, every: int = 1, replay: bool = Fals
             options={"window": window, "every": every, "replay": replay or None},
             model=model,
             init=parts.init,
-            run=per_stream(parts.run, sum_factors if parts.outer else sum_over_streams),
+            run=per_stream(parts.one, sum_factors if parts.outer else sum_over_streams),
             check=parts.check,
         )
     )
@@ -159,7 +159,7 @@ class _Windows:
         )
         return EstimatorState(state, past, ())
 
-    def run(self, params: Params, state: EstimatorState, chunk: Chunk, noise: None) -> Outcome:
+    def one(self, params: Params, state: EstimatorState, chunk: Chunk, noise: None) -> Outcome:
         """A chunk: forward through stored steps and its own, then back."""
         del noise
         length = leading_length(chunk, "time")

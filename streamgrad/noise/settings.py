@@ -32,7 +32,7 @@ class NoiseSettings(NamedTuple):
       alpha: α for each position and group, `[T, G]`.
       sigma: σ of REINFORCE.
       updates: the number of updates so far, where σ follows a schedule.
-      shrinkage: what `shrink="auto"` of `uoro` has learnt.
+      shrinkage: what `shrink="auto"` of `uoro_across` has learnt.
     """
 
     shaping: Shaping | None = None

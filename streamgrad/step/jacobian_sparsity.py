@@ -141,7 +141,9 @@ def _known_zeros(model: Model) -> list[np.ndarray | None]:
 
 
 def _dependence(program: Program, along: tuple[int, ...], zeros: list[Any]) -> dict[int, Rows]:
-    """For each value the entries of the arguments numbered `along` that it depends on, without those of no entry.
+    """For each value the entries of the arguments numbered `along` that it depends on.
+
+    Values that depend on none of them are left out.
 
     The key -1 has the rows of all these entries themselves.
     """

@@ -5,6 +5,7 @@ import pytest
 import streamgrad as sg
 from streamgrad.deprecations import RENAMED
 from streamgrad.estimators import find_estimator
+from tests.tools import ROOT
 
 WORKING = {old: row for old, row in RENAMED.items() if row.value}
 GONE = {old: row for old, row in RENAMED.items() if not row.value}
@@ -33,3 +34,14 @@ def test_no_old_name_is_in_use():
     assert not set(RENAMED) & set(sg.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = sg.nothing
+
+
+def test_every_renamed_name_is_in_the_changelog():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    missing = [old for old in RENAMED if f"`{old}`" not in text and f"`streamgrad.{old}`" not in text]
+    assert not missing and f"## {sg.__version__}" in text
+
+
+def test_a_name_that_is_no_estimator_is_not_renamed_in_the_registry():
+    with pytest.raises(ValueError, match="estimator must be one of .*not 'variance'"):
+        find_estimator("variance")

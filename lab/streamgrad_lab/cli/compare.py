@@ -17,6 +17,7 @@ import tyro
 
 from streamgrad import Chunk, Model, Params, batched, bptt, worked
 from streamgrad.checks import check_at_most, check_size
+from streamgrad.deprecations import current_name
 from streamgrad.estimators import REGISTRY
 from streamgrad_lab import own
 from streamgrad_lab.candidates import candidates_for
@@ -123,7 +124,7 @@ def measure(options: Options) -> None:
 def check(options: Options) -> None:
     """What can be known to be wrong before anything is trained."""
     for name in options.estimators:
-        choose("--estimators", name, tuple(REGISTRY))
+        choose("--estimators", current_name(name, silent=True), tuple(REGISTRY))
     choose_own("--task", options.task, tuple(TASKS))
     choose_own("--cell", options.cell, CELLS)
     sizes = {f"--{name}": getattr(options, name) for name in ("hidden", "length", "streams")}
