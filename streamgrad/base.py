@@ -110,9 +110,9 @@ class Model:
     @functools.cached_property
     def numbers(self) -> Bool[np.ndarray, " S"]:
         """Which entries of the ravelled state are numbers; the others are digits of counters, masks and keys."""
-        given = (self._given or self).cell
+        cell = (self._given or self).cell
         encoded = jax.eval_shape(self._worked.cell.init_state)
-        own = encoded if given.worked is None else jax.eval_shape(given.worked.state, encoded)
+        own = encoded if cell.worked is None else jax.eval_shape(cell.worked.state, encoded)
         leaves = zip(jax.tree.leaves(encoded), jax.tree.leaves(own), strict=True)
         return np.concatenate([np.full(leaf.size, jnp.issubdtype(was.dtype, jnp.inexact)) for leaf, was in leaves])
 
@@ -143,10 +143,10 @@ class Model:
         many = self._is_of_many(state)
         if many:
             streams = len(jax.tree.leaves(state)[0])
-            given = common_length({"inputs": inputs, "reset": reset}, "the batch")
-            if streams != given:
+            count = common_length({"inputs": inputs, "reset": reset}, "the batch")
+            if streams != count:
                 raise ValueError(
-                    f"state is that of {streams} streams, but inputs, [B, T, ...], have {given} along their first "
+                    f"state is that of {streams} streams, but inputs, [B, T, ...], have {count} along their first "
                     "axis: pass the inputs of as many streams, or the state of one."
                 )
             self._check_run(params, *one_step((state, inputs, reset)))
@@ -207,8 +207,8 @@ class Model:
     def _have_streams(self, inputs: PyTree) -> bool:
         """Whether inputs have an axis more than time before those of one x."""
         one = [leaf.shape for leaf in jax.tree.leaves(self.cell.example_input)]
-        given = [np.shape(leaf) for leaf in jax.tree.leaves(inputs)]
-        return bool(one) and [shape[2:] for shape in given] == one and all(len(shape) > 1 for shape in given)
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(inputs)]
+        return bool(one) and [shape[2:] for shape in shapes] == one and all(len(shape) > 1 for shape in shapes)
 
     def _is_of_many(self, state: PyTree) -> bool:
         """Whether a state has an axis for streams before those of the cell's own."""
@@ -350,7 +350,7 @@ def worked(model: Model) -> Model:
     return model._worked if model._given is None else model._alone
 
 
-def given(model: Model) -> Model:
+def users_model(model: Model) -> Model:
     """The user's model, of which `worked` has made this one."""
     return model._given or model
 

@@ -305,7 +305,7 @@ def scaled(factor: Float[Array, "*any"], flow: Float[Array, "*all"]) -> Float[Ar
 
 
 def episode_over(reset: Bool[Array, " *steps"] | None) -> Bool[Array, " *steps"] | None:
-    """Whether another episode begins after a step, `[K]` or `[K, b]`: then the step no longer affects the state at the chunk's end."""
+    """Whether another episode begins after a step, `[K]` or `[K, b]`: the state at the end then does not depend on it."""
     if reset is None:
         return None
     begun = jax.lax.cummax(reset.astype(jnp.int32), axis=0, reverse=True) > 0
@@ -313,7 +313,7 @@ def episode_over(reset: Bool[Array, " *steps"] | None) -> Bool[Array, " *steps"]
 
 
 def in_stretches(
-    advance: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    walk: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     carry: PyTree,
     steps: PyTree,
     size: int,
@@ -322,7 +322,7 @@ def in_stretches(
     """A scan over stretches of `size` steps and the rest: the last steps, or in reverse the first, may be fewer.
 
     Args:
-      advance: `advance(carry, steps of a stretch) -> (carry, found)`.
+      walk: `walk(carry, steps of a stretch) -> (carry, found)`.
       carry: to begin with.
       steps: all steps, time leading.
       size: of a stretch.
@@ -338,13 +338,13 @@ def in_stretches(
     parts = jax.tree.map(lambda leaf: leaf[first:last], steps)
     found = []
     if single:
-        carry, here = advance(carry, parts)
+        carry, here = walk(carry, parts)
         found.append(here)
     elif whole:
         parts = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), parts)
-        carry, here = jax.lax.scan(advance, carry, parts, reverse=reverse)
+        carry, here = jax.lax.scan(walk, carry, parts, reverse=reverse)
         found.append(jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), here))
     if rest:
-        carry, here = advance(carry, jax.tree.map(lambda leaf: leaf[:rest] if reverse else leaf[whole:], steps))
+        carry, here = walk(carry, jax.tree.map(lambda leaf: leaf[:rest] if reverse else leaf[whole:], steps))
         found.insert(0 if reverse else 1, here)
     return carry, jax.tree.map(lambda *parts: parts[0] if len(parts) == 1 else jnp.concatenate(parts), *found)

@@ -24,9 +24,9 @@ from streamgrad.base import (
     Params,
     Trace,
     fold_weight,
-    given,
     narrowed,
     real_dtype,
+    users_model,
     widened,
     work_dtype,
     worked,
@@ -137,7 +137,7 @@ def checked(
 ) -> tuple[Callable, Callable, Callable]:
     """The contract's functions, from programs: compiled, with the checks of their input before them."""
     compiled_update, compiled_advance, compiled_credit = map(jax.jit, (update, advance, credit))
-    model = given(method.model)
+    model = users_model(method.model)
 
     def checked_update(params: Params, state: EstimatorState, chunk: Chunk, key: Any = None) -> Result:
         check.update(params, state, chunk, key)
@@ -162,19 +162,20 @@ def checked(
 class Program:
     """The programs of a method for all streams of one device, before they are compiled.
 
-    An estimate depends on the losses through dL_t/dy_t alone, and linearly, y_t the cell's output. So `credit` is the
+    An estimate depends on the losses through dL_t/dy_t alone, and linearly, y_t the cell's output; methods of which
+    that is not true say `uses_loss`. So `credit` is the
     run of `update`, once more from the state before the chunk, with losses that are linear in the output; and `advance`
     is that run with losses of zero, of which the compiler drops everything that is for the gradient.
     """
 
     def __init__(self, method: Method, devices: Devices = ALONE) -> None:
         self.method, self.devices, self.model = method, devices, method.model
-        self.worked = given(method.model).cell.worked
+        self.worked = users_model(method.model).cell.worked
         self.run = naming_reverse_only(method.model, method.run)
 
     def enter(self, params: Params) -> tuple[Params, Params]:
         """The matrices that the user's parameters make, and the same in the precision that is worked in."""
-        matrices = given(self.model).enter(params)
+        matrices = users_model(self.model).enter(params)
         return matrices, widened(matrices)
 
     def back(self, params: PyTree, grads: PyTree, matrices: PyTree) -> PyTree:

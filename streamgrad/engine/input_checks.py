@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamgrad.base import Chunk, EstimatorState, Params, Trace, given, widened
+from streamgrad.base import Chunk, EstimatorState, Params, Trace, users_model, widened
 from streamgrad.checks import check_chunk, check_own_state, check_params, check_state, once_per_shape, one_step
 from streamgrad.engine.method import Method
 from streamgrad.keys import is_single_key
@@ -41,7 +41,7 @@ def checks_of(method: Method, many: bool = False) -> Checks:
     Returns:
       The checks, which raise ValueError.
     """
-    model, user = method.model, given(method.model)
+    model, user = method.model, users_model(method.model)
     expected = jax.eval_shape(user.init, jax.eval_shape(lambda: jax.random.key(0)))
 
     @functools.cache

@@ -20,7 +20,7 @@ from streamgrad.engine.input_checks import checks_of
 from streamgrad.trees import check_like
 
 
-class Layout:
+class MeshLayout:
     """How the state of an estimator lies on a mesh.
 
     Args:
@@ -75,9 +75,9 @@ class Layout:
         """For each array of the memory of many streams the axis that columns lie on, or 0 for none."""
         if self.columns is None:
             return jax.tree.map(lambda leaf: 0, memory)
-        assert isinstance(self.est, Engine) and self.est.method.columns is not None
+        assert isinstance(self.est, Engine) and self.est.method.sharded_axes is not None
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), memory)
-        return jax.tree.map(lambda axis: axis + 1, self.est.method.columns(one))
+        return jax.tree.map(lambda axis: axis + 1, self.est.method.sharded_axes(one))
 
     def _filled(self, memory: PyTree) -> PyTree:
         """Arrays with zeros at their end, so that they can be cut evenly."""

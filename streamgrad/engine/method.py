@@ -63,13 +63,15 @@ class Method:
       draw: `draw(shared, key, length, dtype) -> noise`, the noise of one stream for a chunk of `length` steps.
       check: `check(chunk, length, key)`, raises ValueError for input that this estimator in particular cannot take. It
         looks at shapes and dtypes alone, and is called once for each.
-      learn: `learn(params, state before, outcome, chunk, devices) -> shared`, for what streams share and learn from
-        their losses. On several devices its result must be the same on all of them: `devices.mean` makes it so.
-      uses_loss: whether `memory` or `shared` depend on the losses, so that the estimator cannot `advance` before they
-        are known. `learn` does not count: `advance` does not call it.
+      learn: `learn(params, state before, outcome, chunk, devices) -> shared`, for statistics of the losses that all
+        streams share; `update` calls it after `run`, `advance` does not. Shared state that needs no losses, or has to
+        be known inside of the chunk, is returned by `run` itself. On several devices it must be the same on all of
+        them: `devices.mean` makes it so.
+      uses_loss: whether the estimator cannot `advance` before the losses are known: `memory` or `shared` depend on
+        them in `run`, or the estimate is not linear in them, as with a prediction of the future.
       watchable: whether `run` takes a memory of fewer streams than there are, for `batched(est, n, watched=m)`.
-      columns: `columns(memory) -> axes`, for each array of one stream the axis by which `sharded` may cut it, or -1 for
-        an array that every device has whole; None where nothing can be cut.
+      sharded_axes: `sharded_axes(memory) -> axes`, for each array of one stream the axis by which `sharded` may cut
+        it, or -1 for an array that every device has whole; None where nothing can be cut.
       noisy: what of its noise `streamgrad.carried` may choose; None for nothing.
 
     Example:
@@ -104,7 +106,7 @@ class Method:
     learn: Callable[[Params, EstimatorState, Outcome, Chunk, Devices], PyTree] | None = None
     uses_loss: bool = False
     watchable: bool = False
-    columns: Callable[[PyTree], PyTree] | None = None
+    sharded_axes: Callable[[PyTree], PyTree] | None = None
     noisy: "Noisy | None" = None
 
     @property

@@ -15,13 +15,14 @@ from streamgrad.trees import cleared
 
 Places = tuple[Array, ...]
 
-FEW = 8  # places whose sums are written out: no matrix product is worth its while, and a sum is a kernel of its own
+# Sums of at most this many terms are written out: a matrix product is not worth its while, and a sum is one kernel.
+MOST_SUMMANDS = 8
 
 
 def times(v: Array, by: Array, axis: int) -> Array:
     """Σ_p v_p by_p along an axis, counted from the front; the other axes may be of one, to be repeated."""
     count = v.shape[axis]
-    if not 0 < count <= FEW:
+    if not 0 < count <= MOST_SUMMANDS:
         return jnp.sum(v * by, axis=axis)
     each = [jax.lax.index_in_dim(v, p, axis, False) * jax.lax.index_in_dim(by, p, axis, False) for p in range(count)]
     return functools.reduce(jnp.add, each)
@@ -50,7 +51,7 @@ def advanced(
 
 
 def _moved(jacobians: Float[Array, "b p p rows"], memory: Places) -> list[Array]:
-    if len(memory) > FEW:
+    if len(memory) > MOST_SUMMANDS:
         moved = jnp.einsum("bpqn,bqna->bpna", jacobians, jnp.stack(memory, axis=1))
         return [moved[:, p] for p in range(len(memory))]
     return [

@@ -13,7 +13,7 @@ from streamgrad.base import Chunk, EstimatorState, GradientEstimator, Params, Tr
 from streamgrad.checks import check_estimator, check_size, check_values
 from streamgrad.engine.collectives import Devices
 from streamgrad.engine.estimator import Engine, Result, check_watched, mapped, streams_of
-from streamgrad.engine.mesh_layout import Layout
+from streamgrad.engine.mesh_layout import MeshLayout
 from streamgrad.keys import one_key_per_stream
 from streamgrad.trees import kind_of, once_per_shape
 
@@ -82,12 +82,12 @@ def sharded(
                 f"{count} {what} cannot be spread evenly over the {devices.count} devices of the mesh's axis "
                 f"{devices.axis!r}: take a multiple of {devices.count}."
             )
-    if columns is not None and (not isinstance(est, Engine) or est.method.columns is None):
+    if columns is not None and (not isinstance(est, Engine) or est.method.sharded_axes is None):
         raise ValueError(
             "columns is for an influence with a column for each weight, such as that of rtrl on a cell with "
             f"preactivations, not for {est!r}: leave it out."
         )
-    layout = Layout(est, batch_size, memories, mesh, devices, columns)
+    layout = MeshLayout(est, batch_size, memories, mesh, devices, columns)
     own = streams_of(est.method, devices) if isinstance(est, Engine) else mapped(est, devices)
     over = P(devices.axis)
 

@@ -25,7 +25,7 @@ from streamgrad.step.weights import Outer, sum_outer, zero_rows
 from streamgrad.trees import cleared, restart
 
 
-class Kept(NamedTuple):
+class StoredSteps(NamedTuple):
     """The last `longest` steps, oldest first, and how long ago the flow was truncated.
 
     Attributes:
@@ -152,13 +152,13 @@ class _Random:
         """Nothing stored yet."""
         state = self.model.init_state(params)
         vector = ravel_pytree(state)[0]
-        kept = Kept(
+        stored = StoredSteps(
             jnp.repeat(vector[None], self.longest, axis=0),
             no_inputs(self.model, params, self.longest),
             jnp.zeros(self.longest, vector.dtype),
             jnp.zeros((), jnp.int32),
         )
-        return EstimatorState(state, kept, ())
+        return EstimatorState(state, stored, ())
 
     def run(
         self, params: Params, state: EstimatorState, chunk: Chunk, noise: Float[Array, "B T"], devices: Devices
@@ -167,7 +167,9 @@ class _Random:
         del devices
         fresh = self.init(params).memory
 
-        def begin(past: Kept, reset: Array | None, uniform: Array) -> tuple[Kept, Array, tuple[Array, Array]]:
+        def begin(
+            past: StoredSteps, reset: Array | None, uniform: Array
+        ) -> tuple[StoredSteps, Array, tuple[Array, Array]]:
             # The memory of an episode that is over, perhaps NaN, is not looked at again.
             past = restart(None if reset is None else reset[0], fresh, past)
             return past, *jax.lax.scan(self._truncate, past.age, (uniform, reset))
@@ -190,12 +192,21 @@ class _Random:
         return finish(self.model, params, forward, grads, memory, (), told)
 
     def _store(
-        self, fresh: Kept, past: Kept, before: Array, inputs: PyTree, factors: Array, age: Array, reset: Array | None
-    ) -> Kept:
+        self,
+        fresh: StoredSteps,
+        past: StoredSteps,
+        before: Array,
+        inputs: PyTree,
+        factors: Array,
+        age: Array,
+        reset: Array | None,
+    ) -> StoredSteps:
         """The last steps after a chunk."""
         over, states = forgotten(reset, self.longest), latest(past.states, before)
         inputs, factors = cleared(over, (jax.tree.map(latest, past.inputs, inputs), latest(past.factors, factors)))
-        return Kept(states if over is None else jnp.where(over[:, None], fresh.states, states), inputs, factors, age)
+        return StoredSteps(
+            states if over is None else jnp.where(over[:, None], fresh.states, states), inputs, factors, age
+        )
 
     def _truncate(self, age: Int[Array, ""], now: tuple) -> tuple[Array, tuple[Array, Array]]:
         """δt after a step, the factor of the flow that leaves it backwards, and whether chance has truncated it."""
@@ -239,7 +250,7 @@ def _(axis_size: int, in_batched: list[bool], count: Array) -> tuple[Array, bool
 
 
 def _walk_back(
-    maps: StepVjp, params: PyTree, outer: bool, flow: Float[Array, " S"], past: Kept, reach: Int[Array, ""]
+    maps: StepVjp, params: PyTree, outer: bool, flow: Float[Array, " S"], past: StoredSteps, reach: Int[Array, ""]
 ) -> tuple[Float[Array, " S"], PyTree]:
     """The flow of one stream on through stored steps, from the latest back.
 

@@ -74,12 +74,12 @@ def local_rtrl(model: Model) -> GradientEstimator:
         info = Info(losses, {}, jax.vmap(jax.vmap(model.cell.output))(after))
         return Outcome(grads, EstimatorState(ends, memories, ()), info)
 
-    def columns(memory: tuple) -> tuple:
+    def sharded_axes(memory: tuple) -> tuple:
         return tuple(axes(one) for axes, one in zip(known, memory, strict=True))
 
-    known = [part.columns for part in parts if part.columns is not None]
-    can = columns if len(known) == len(parts) else None
-    return estimator(Method(name="local_rtrl", model=model, init=init, run=run, watchable=True, columns=can))
+    known = [part.sharded_axes for part in parts if part.sharded_axes is not None]
+    can = sharded_axes if len(known) == len(parts) else None
+    return estimator(Method(name="local_rtrl", model=model, init=init, run=run, watchable=True, sharded_axes=can))
 
 
 def _ravelled(state: PyTree) -> Float[Array, " S"]:
@@ -88,26 +88,26 @@ def _ravelled(state: PyTree) -> Float[Array, " S"]:
 
 def _climb(layers: tuple[Cell, ...], params: PyTree, state: PyTree, x: PyTree, moved: PyTree) -> tuple[tuple, tuple]:
     """The new states of all layers, each displaced; and what each of them was given."""
-    new, given = [], []
+    new, inputs = [], []
     for layer, theta, old, by in zip(layers, params, state, moved, strict=True):
-        given.append(x)
+        inputs.append(x)
         here = same_dtype(layer.step(theta, old, x), old)
         new.append(jax.tree.map(jnp.add, here, by))
         x = layer.output(new[-1])
-    return tuple(new), tuple(given)
+    return tuple(new), tuple(inputs)
 
 
 def _forward(model: Model, params: Params, start: PyTree, chunk: Chunk) -> tuple[PyTree, PyTree, tuple]:
     """Of every stream and step the state before it, where an episode begins the fresh one; after it; and all inputs."""
     fresh = model.init_state(params)
-    still = jax.tree.map(jnp.zeros_like, fresh)
+    no_displacement = jax.tree.map(jnp.zeros_like, fresh)
 
     def one(start: PyTree, inputs: PyTree, reset: Array | None) -> tuple:
         def step(state: PyTree, now: tuple) -> tuple[PyTree, tuple]:
             x, reset = now
             state = restart(reset, fresh, state)
-            new, given = _climb(model.cell.layers, params.cell, state, x, still)
-            return new, (state, new, given)
+            new, inputs = _climb(model.cell.layers, params.cell, state, x, no_displacement)
+            return new, (state, new, inputs)
 
         return jax.lax.scan(step, start, (inputs, reset), unroll=unroll())[1]
 
@@ -122,8 +122,8 @@ def _spatial(model: Model, params: Params, before: PyTree, after: PyTree, chunk:
         return jnp.asarray(model.loss(head, model.cell.output(new), target), jax.tree.leaves(new)[0].dtype)
 
     def one(state: PyTree, new: PyTree, x: PyTree, target: PyTree) -> tuple:
-        still = jax.tree.map(jnp.zeros_like, new)
-        value, (head, moved) = jax.value_and_grad(loss, argnums=(0, 1))(params.head, still, state, x, target)
+        no_displacement = jax.tree.map(jnp.zeros_like, new)
+        value, (head, moved) = jax.value_and_grad(loss, argnums=(0, 1))(params.head, no_displacement, state, x, target)
         return value, head, [_ravelled(layer) for layer in moved]
 
     losses, head, signals = jax.vmap(jax.vmap(one))(before, after, chunk.inputs, chunk.targets)

@@ -104,7 +104,7 @@ def ok(model: Model, rank: int | None = None, noise: str | Noise = "rademacher")
             draw=draw,
             check=lambda chunk, length, key: source.check(key),
             watchable=True,
-            columns=_by_rows,
+            sharded_axes=_by_rows,
         )
     )
 
@@ -142,7 +142,7 @@ def _move(memory: OkMemory, signs: Array, back: Float[Array, "S S"], pulled: Out
 
 
 def _by_rows(memory: OkMemory) -> OkMemory:
-    """`Method.columns`: by rows of C_i, and not by features as elsewhere; ã_i is small, and every device has it.
+    """`Method.sharded_axes`: by rows of C_i, and not by features as elsewhere; ã_i is small, and every device has it.
 
     So is C_i where it has no more rows than a sketch, which every device has whole while terms are mixed.
     """

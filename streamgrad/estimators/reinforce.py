@@ -140,8 +140,8 @@ def reinforce(
     check_sigma("sigma" if schedule is None else "sigma(0)", sigma if schedule is None else schedule(0))
     size = cuts.layout(model.cell, find_cut(model, "state")).size
     check_q0(q0, size)
-    still = None if model.numbers.all() else ~model.numbers
-    if still is not None and np.ndim(q0) == 2:
+    is_digit = None if model.numbers.all() else ~model.numbers
+    if is_digit is not None and np.ndim(q0) == 2:
         raise ValueError("q0 must be a diagonal where counters, masks or keys are in the state, which have no noise.")
 
     def init(params: Params) -> EstimatorState:
@@ -172,8 +172,8 @@ def reinforce(
             now = jnp.asarray(schedule(shared.updates), shared.sigma.dtype)
             shared = shared._replace(sigma=now, updates=shared.updates + 1)
         kicks, left = shared.sigma * noise.right, noise.left / shared.sigma
-        if still is not None:  # noise would make another counter of it, or another key
-            kicks = jnp.where(still[None], 0, kicks)
+        if is_digit is not None:  # noise would make another counter of it, or another key
+            kicks = jnp.where(is_digit[None], 0, kicks)
 
         end, before, after = _walk(model, params, (state.cell, memory.twin), chunk, kicks)
         loss, head_grads, _ = model.read_out_chunk(params.head, after[0], chunk.targets)
@@ -237,9 +237,9 @@ def _reinforced(
       The gradient, and the memory.
     """
     last = jnp.zeros_like(loss).at[-1].set(1)
-    columns = jnp.stack([loss if by_step else loss - subtracted, last, jnp.ones_like(loss)], axis=1)
+    per_step = jnp.stack([loss if by_step else loss - subtracted, last, jnp.ones_like(loss)], axis=1)
     # `alive` are the steps that the score at the end still counts.
-    (credit, alive, count), (old_credit, old_alive, old_count) = _sum_ahead(columns, reset)
+    (credit, alive, count), (old_credit, old_alive, old_count) = _sum_ahead(per_step, reset)
     credit = credit if gone is None else jnp.where(gone, jnp.nan, credit)
     weights = [credit, alive]
     if by_step:
@@ -326,7 +326,7 @@ def _average(
 
 
 def _sum_ahead(
-    columns: Float[Array, "T K"], reset: Bool[Array, " T"] | None
+    per_step: Float[Array, "T K"], reset: Bool[Array, " T"] | None
 ) -> tuple[Float[Array, "K T"], Float[Array, " K"]]:
     """Sums over each step and the later ones of its episode.
 
@@ -339,7 +339,7 @@ def _sum_ahead(
         total = here + later
         return total if reset is None else jnp.where(reset, 0, total), total
 
-    before, sums = jax.lax.scan(step, jnp.zeros_like(columns[0]), (columns, reset), reverse=True)
+    before, sums = jax.lax.scan(step, jnp.zeros_like(per_step[0]), (per_step, reset), reverse=True)
     return sums.T, before
 
 

@@ -93,11 +93,13 @@ def rtrl_method(model: Model) -> Method:
         return finish(model, params, forward, grads, add_pulled(moved, back.pulled))
 
     can = "preactivation" in model.cell.cuts  # else M has no axis of features to be cut along
-    return Method(name="rtrl", model=model, init=init, run=run, watchable=True, columns=_by_features if can else None)
+    return Method(
+        name="rtrl", model=model, init=init, run=run, watchable=True, sharded_axes=_by_features if can else None
+    )
 
 
 def _by_features(memory: PyTree) -> PyTree:
-    """`Method.columns`: the last axis of every array; a bias, which has but one feature, is on every device."""
+    """`Method.sharded_axes`: the last axis of every array; a bias, which has but one feature, is on every device."""
     return jax.tree.map(lambda leaf: leaf.ndim - 1 if leaf.shape[-1] > 1 else -1, memory)
 
 
@@ -144,18 +146,18 @@ def _dense(model: Model) -> _Shape:
 
 def _sparse(model: Model, pattern: JacobianPattern) -> _Shape:
     """M where it can be non-zero: of a diagonal recurrence no more than a number or two for each parameter."""
-    reach = find_influence_pattern(pattern, cuts.preactivation_rows(model.cell))
+    influence_pattern = find_influence_pattern(pattern, cuts.preactivation_rows(model.cell))
 
     def contract(memory: PyTree, dl_dstart: Float[Array, "b S"]) -> PyTree:
-        return sparse_influence.contract(reach, dl_dstart / len(dl_dstart), memory)
+        return sparse_influence.contract(influence_pattern, dl_dstart / len(dl_dstart), memory)
 
     return _Shape(
-        zeros=lambda params: sparse_influence.zeros(reach, params),
-        cotangents=lambda dtype: sparse_influence.colour_vectors(reach, dtype),
-        move=lambda back, memory: sparse_influence.move(reach, back, memory),
+        zeros=lambda params: sparse_influence.zeros(influence_pattern, params),
+        cotangents=lambda dtype: sparse_influence.colour_vectors(influence_pattern, dtype),
+        move=lambda back, memory: sparse_influence.move(influence_pattern, back, memory),
         contract=contract,
-        steps_at_once=lambda params, length: steps_at_once(params, reach.vectors, length),
-        pick=lambda left: sparse_influence.pick(reach, left),
+        steps_at_once=lambda params, length: steps_at_once(params, influence_pattern.vectors, length),
+        pick=lambda left: sparse_influence.pick(influence_pattern, left),
     )
 
 
@@ -185,8 +187,8 @@ def rtrl_by_steps(model: Model) -> GradientEstimator:
 def propagate(step: Step, jacobian: PyTree, state_size: int) -> PyTree:
     """(dh_t/dh_{t-1}) M_{t-1}, as one matrix product for each leaf."""
     dtype = real_dtype(jacobian)
-    columns = jax.vmap(step.propagate)(jnp.eye(state_size, dtype=dtype))
-    return jax.tree.map(lambda leaf: jnp.tensordot(columns.T, leaf, axes=1), jacobian)
+    transposed = jax.vmap(step.propagate)(jnp.eye(state_size, dtype=dtype))
+    return jax.tree.map(lambda leaf: jnp.tensordot(transposed.T, leaf, axes=1), jacobian)
 
 
 def contract(before: PyTree, after: PyTree, step: Step, dl_dstate: Float[Array, " S"]) -> PyTree:

@@ -16,6 +16,7 @@ from streamgrad.engine.estimator import estimator
 from streamgrad.engine.method import Method
 from streamgrad.step import cuts
 from streamgrad.step.cuts import Step
+from streamgrad.step.influence_sparsity import own_units
 from streamgrad.step.jacobian_sparsity import find_jacobian_pattern
 from streamgrad.step.weights import by_matrix, zero_each
 
@@ -104,7 +105,9 @@ def sketch(model: Model, rank: int | None = None, append: int | None = None) -> 
             "sketch must know which units each preactivation reaches: give the cell an example_input and a step that "
             "can be differentiated forwards."
         )
-    tables = [_near(reached) for reached in by_matrix(pattern.cut, layout.rows)]
+    tables = [
+        Near(own_units(reached, np.zeros(size, int)), ~reached) for reached in by_matrix(pattern.cut, layout.rows)
+    ]
     in_two = fresh < size and 0 < terms < size  # what is new is cut down before it is added
 
     def init(params: Params) -> EstimatorState:
@@ -188,15 +191,6 @@ class Near(NamedTuple):
     def spread(self, matrix: Float[Array, "S S"]) -> Float[Array, "S w rows"]:
         """From the units of a row to all that are not its own."""
         return jnp.where(self.far[:, None], jnp.pad(matrix, ((0, 0), (0, 1)))[:, self.units], 0)
-
-
-def _near(reached: Bool[np.ndarray, "S rows"]) -> Near:
-    """The table of a matrix, from the pattern of dh_t/dz_t."""
-    units = np.full((int(reached.sum(axis=0).max(initial=0)), reached.shape[1]), len(reached))
-    places = np.cumsum(reached, axis=0) - 1
-    found, rows = np.nonzero(reached)
-    units[places[found, rows], rows] = found
-    return Near(units, ~reached)
 
 
 class Rest(NamedTuple):

@@ -1,4 +1,4 @@
-"""Sparse n-step approximation: the influence at the entries that so many steps can reach."""
+"""Sparse n-step approximation: the influence at the entries that n steps can reach."""
 
 import dataclasses
 
@@ -81,23 +81,23 @@ def snap(model: Model, order: int = 1, inside: str = "estimated") -> GradientEst
 
 def is_exact(model: Model, order: int) -> bool:
     """Whether nothing is left out: what a step makes of the entries that are kept lies among them."""
-    pattern, still = find_jacobian_pattern(model), find_jacobian_pattern(model, fixed_features=True)
-    if pattern is None or still is None:
+    pattern, without_weights = find_jacobian_pattern(model), find_jacobian_pattern(model, fixed_features=True)
+    if pattern is None or without_weights is None:
         return False
-    kept = reached_within(pattern, still, order)
+    kept = reached_within(pattern, without_weights, order)
     return not np.any(compose(pattern.state, kept) & ~kept)
 
 
 def _mask(model: Model, order: int) -> InfluencePattern:
     """The entries that are kept, with a colour for every unit, since whole Jacobians are at hand."""
-    pattern, still = find_jacobian_pattern(model), find_jacobian_pattern(model, fixed_features=True)
-    if pattern is None or still is None:
+    pattern, without_weights = find_jacobian_pattern(model), find_jacobian_pattern(model, fixed_features=True)
+    if pattern is None or without_weights is None:
         raise ValueError(
             "snap asks where the derivatives of the cell's step can be non-zero, which is not known of a cell that "
             "does not say what its input is, or cannot be differentiated forwards: give it an example_input."
         )
     return influence_pattern_of(
-        reached_within(pattern, still, order), pattern.state, cuts.preactivation_rows(model.cell)
+        reached_within(pattern, without_weights, order), pattern.state, cuts.preactivation_rows(model.cell)
     )
 
 
@@ -107,12 +107,12 @@ def snap_by_steps(model: Model, order: int = 1) -> GradientEstimator:
 
 
 def _by_steps(model: Model, order: int) -> GradientEstimator:
-    reach = _mask(model, order)
+    kept = _mask(model, order)
     cut = model.cell.cuts["preactivation"]
     layout = cuts.layout(model.cell, cut)
 
     def init(params: Params) -> EstimatorState:
-        return EstimatorState(model.init_state(params), sparse_influence.zeros(reach, params.cell), ())
+        return EstimatorState(model.init_state(params), sparse_influence.zeros(kept, params.cell), ())
 
     def advance(
         shared: PyTree, memory: PyTree, step: Step, noise: PyTree, dl_dstate: Array
@@ -122,14 +122,14 @@ def _by_steps(model: Model, order: int) -> GradientEstimator:
         jacobian = jax.vmap(step.propagate)(jnp.eye(layout.state_size, dtype=dtype)).T
         pushed = jax.vmap(step.push)(jnp.eye(layout.size, dtype=dtype)).T  # dh_t/dz_t
         by_row = jax.tree.map(lambda leaf: leaf[None, None], jax.vmap(step.unravel)(pushed))
-        entries = sparse_influence.pick(reach, by_row)
-        moved = only_stream(sparse_influence.move(reach, jacobian[None], as_batch(memory)))
-        moved = sparse_influence.kept(reach, moved)  # units that all rows share are moved for all of them
+        entries = sparse_influence.pick(kept, by_row)
+        moved = only_stream(sparse_influence.move(kept, jacobian[None], as_batch(memory)))
+        moved = sparse_influence.truncated(kept, moved)  # units that all rows share are moved for all of them
         return jax.tree.map(lambda m, i, a: m + i[0, 0][:, :, None] * a[None, None], moved, entries, step.features), {}
 
     def contract(before: PyTree, after: PyTree, step: Step, dl_dstate: Float[Array, " S"]) -> PyTree:
         del before, step
-        return sparse_influence.contract(reach, dl_dstate[None], as_batch(after))
+        return sparse_influence.contract(kept, dl_dstate[None], as_batch(after))
 
     run = by_steps(model, cut, init, advance, contract)
     return estimator(

@@ -64,12 +64,12 @@ class Factors(NamedTuple):
 
 
 # Steps after which GIR's projections of all later steps are brought up to date.
-FEW = 8
+STEPS_AHEAD = 8
 
 
 def block_length(length: int, size: int) -> int:
     """How many steps GIR takes between two writes of w̃: so few that the projections cost little beside N A."""
-    return min(length, max(2 * FEW, min(256, size // 4)))
+    return min(length, max(2 * STEPS_AHEAD, min(256, size // 4)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Factored:
         ahead, known, few = None, None, len(noise.left)
         if self.rescaling.uses_norms:
             ahead, known = _known_ahead(self.groups, noise.left, memory.cotangent)
-            few = min(few, FEW)
+            few = min(few, STEPS_AHEAD)
         begin = (cell_state, memory.tangent, memory.rescaling, memory.square_norm, ahead, jnp.zeros((), jnp.int32))
         end, kept = in_stretches(
             lambda carry, steps: self._few(params, alpha, carry, steps), begin, (inputs, reset, noise.right, known), few

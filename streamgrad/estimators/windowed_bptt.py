@@ -125,7 +125,7 @@ class _Windows:
     replay: bool
 
     @property
-    def kept(self) -> int:
+    def stored(self) -> int:
         """How many steps are stored."""
         return self.window - self.every
 
@@ -145,16 +145,16 @@ class _Windows:
     def init(self, params: Params) -> EstimatorState:
         """Nothing stored yet."""
         state = self.model.init_state(params)
-        if not self.kept:
+        if not self.stored:
             return EstimatorState(state, (), ())
 
         def repeated(leaf: Array) -> Array:
-            return jnp.repeat(leaf[None], 1 if self.replay else self.kept, axis=0)
+            return jnp.repeat(leaf[None], 1 if self.replay else self.stored, axis=0)
 
         past = Past(
             jax.tree.map(repeated, state),
-            no_inputs(self.model, params, self.kept),
-            jnp.ones(self.kept, bool),
+            no_inputs(self.model, params, self.stored),
+            jnp.ones(self.stored, bool),
             jnp.zeros((), jnp.int32),
         )
         return EstimatorState(state, past, ())
@@ -163,13 +163,13 @@ class _Windows:
         """A chunk: forward through stored steps and its own, then back."""
         del noise
         length = leading_length(chunk, "time")
-        if self.kept:
+        if self.stored:
             # What an episode that is over has left, perhaps NaN, is not looked at again.
             state = restart(None if chunk.reset is None else chunk.reset[0], self.init(params), state)
             chunk = chunk._replace(inputs=as_stored(params, state.memory.inputs, chunk.inputs))
         displaced = params.cell
         if self.outer:
-            displaced = [zero_rows(params.cell, steps) for steps in (self.kept, length) if steps]
+            displaced = [zero_rows(params.cell, steps) for steps in (self.stored, length) if steps]
         after, pull, (end, memory, features) = jax.vjp(
             lambda displaced: self._forward(params, displaced, state, chunk, length), displaced, has_aux=True
         )
@@ -197,7 +197,7 @@ class _Windows:
           The states, and what is not differentiated: the last one, the memory, and the features in a list like that of
           the displacements.
         """
-        kept, cell, past, begins = self.kept, state.cell, state.memory, chunk.reset
+        kept, cell, past, begins = self.stored, state.cell, state.memory, chunk.reset
         starts, own = _windows(length, self.window, self.every)
         copies = _no_derivative(cell, starts.shape[1])
         step = self._step(params, displaced)
@@ -212,7 +212,7 @@ class _Windows:
                 # The oldest step begins with the state that is kept; where there was none yet, the state stays.
                 cell = restart(past.steps == 0, cell, jax.tree.map(lambda leaf: leaf[0], past.states))
                 age = jnp.arange(kept) - (kept - past.steps)
-                stored = stored._replace(given=None, reset=past.begins & (age > 0), stays=age < 0)
+                stored = stored._replace(stored=None, reset=past.begins & (age > 0), stays=age < 0)
             (reached, copies), (before, _, stored_features) = jax.lax.scan(step, (cell, copies), stored)
             cell = reached if self.replay else cell
             features.append(stored_features)
@@ -240,7 +240,7 @@ class _Windows:
 
         def step(carry: tuple, now: _Now) -> tuple[tuple, tuple]:
             state, copies = carry
-            before = restart(now.reset, fresh, state) if now.given is None else now.given
+            before = restart(now.reset, fresh, state) if now.stored is None else now.stored
             features = None
             if cut is not None:
                 assert cut.features is not None
@@ -256,22 +256,22 @@ class _Windows:
     ) -> Past:
         """The last steps after a chunk; `replayed` and `states` are what stored steps and the chunk's began with."""
         if self.replay:
-            source, oldest = (replayed, length) if length < self.kept else (states, length - self.kept)
+            source, oldest = (replayed, length) if length < self.stored else (states, length - self.stored)
             states = jax.tree.map(lambda leaf: leaf[oldest][None], source)
         else:
             states = jax.tree.map(latest, past.states, states)
         inputs = jax.tree.map(latest, past.inputs, inputs)
         assert begins is not None
-        return Past(states, inputs, latest(past.begins, begins), jnp.minimum(past.steps + length, self.kept))
+        return Past(states, inputs, latest(past.begins, begins), jnp.minimum(past.steps + length, self.stored))
 
     def _forget(self, params: Params, past: Past, reset: Array | None, length: int) -> Past:
         """The last steps as if an episode that has begun in the chunk were the first."""
-        over = forgotten(reset, self.kept)
+        over = forgotten(reset, self.stored)
         if reset is None or over is None:
             return past
         first = length - 1 - jnp.argmax(reset[::-1]).astype(past.steps.dtype)  # of the last episode
-        steps = jnp.where(jnp.any(reset), jnp.minimum(length - first, self.kept), past.steps)
-        begun = jnp.any(reset) & (length - first <= self.kept) if self.replay else over
+        steps = jnp.where(jnp.any(reset), jnp.minimum(length - first, self.stored), past.steps)
+        begun = jnp.any(reset) & (length - first <= self.stored) if self.replay else over
 
         def again(new: Array, old: Array) -> Array:
             return jnp.where(begun.reshape(-1, *(1,) * new.ndim), new[None], old)
@@ -289,7 +289,7 @@ class _Now(NamedTuple):
       starts: as in `in_copies`.
       own: likewise.
       begins: likewise.
-      given: the state that it begins with, where that is stored.
+      stored: the state that it begins with, where that is stored.
       reset: whether it begins an episode.
       stays: whether the state stays as it is.
     """
@@ -299,7 +299,7 @@ class _Now(NamedTuple):
     starts: Array | None
     own: Array | None
     begins: Array | None
-    given: PyTree = None
+    stored: PyTree = None
     reset: Array | None = None
     stays: Array | None = None
 

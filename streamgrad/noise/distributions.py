@@ -33,7 +33,13 @@ class Noise(NamedTuple):
     name: str
     draw: Callable[[Any, tuple[int, ...], Any], Array]
     kurtosis: float
-    check: Callable[[Any], None] = check_key
+    check: Callable[[Any], None] = lambda key: _check_noise_key(key)
+
+
+def _check_noise_key(key: Any) -> None:
+    if key is None:
+        raise ValueError("key must be a single JAX PRNG key, such as jax.random.key(0): this estimator draws noise.")
+    check_key(key)
 
 
 def _drawn_once(numbers: Array) -> Array:

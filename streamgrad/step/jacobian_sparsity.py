@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import primitives as p
 
 from streamgrad._typing import Bool, PyTree
-from streamgrad.base import Model, Params, given, widened
+from streamgrad.base import Model, Params, users_model, widened
 from streamgrad.keys import drawn_shapes
 from streamgrad.step.jaxpr_reader import Op, Program, read, split_primitive, stack_primitive
 from streamgrad.step.matvec import fixed_features as features_held_fixed
@@ -128,7 +128,7 @@ def _derivative(model: Model, fixed_features: bool) -> Program | None:
 
 def _known_zeros(model: Model) -> list[np.ndarray | None]:
     """For each weight matrix a mask of the entries that can be non-zero, found from constant factors; None for all."""
-    user = given(model)
+    user = users_model(model)
     worked = user.cell.worked
     if worked is None:
         return [None for _ in jax.tree.leaves(shapes_of(model)[0])]

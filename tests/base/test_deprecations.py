@@ -43,5 +43,5 @@ def test_every_renamed_name_is_in_the_changelog():
 
 
 def test_a_name_that_is_no_estimator_is_not_renamed_in_the_registry():
-    with pytest.raises(ValueError, match="estimator must be one of .*not 'variance'"):
+    with pytest.raises(ValueError, match=r"estimator must be one of .*not 'variance'"):
         find_estimator("variance")
