@@ -305,7 +305,7 @@ def scaled(factor: Float[Array, "*any"], flow: Float[Array, "*all"]) -> Float[Ar
 
 
 def episode_over(reset: Bool[Array, " *steps"] | None) -> Bool[Array, " *steps"] | None:
-    """Whether another episode begins after a step, `[K]` or `[K, b]`: the state at the end then does not depend on it."""
+    """Whether another episode begins after a step, `[K]` or `[K, b]`, so that the end does not depend on it."""
     if reset is None:
         return None
     begun = jax.lax.cummax(reset.astype(jnp.int32), axis=0, reverse=True) > 0

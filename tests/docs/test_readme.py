@@ -105,3 +105,13 @@ def test_the_library_sets_no_global_option():
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "page", ["CONTRIBUTING.md", "README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+)
+def test_files_that_a_page_names_are_there(page):
+    rooms = "adapt|cells|engine|estimators|noise|step|theory"
+    named = set(re.findall(rf"(?<![\w/])((?:{rooms})/\w+\.py)\b", (ROOT / page).read_text()))
+    there = {path.relative_to(ROOT / "streamgrad").as_posix() for path in (ROOT / "streamgrad").rglob("*.py")}
+    assert named <= there, sorted(named - there)
