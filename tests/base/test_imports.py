@@ -59,6 +59,7 @@ PRIVATE = {
     "streamgrad._typing",
     "streamgrad.base",
     "streamgrad.checks",
+    "streamgrad.deprecations",
     "streamgrad.engine.sharded",
     "streamgrad.noise.rescale",
     "streamgrad.theory.empirical",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import streamgrad as sg
-from streamgrad.base import Model, given
+from streamgrad.base import Model, users_model
 from streamgrad.estimators.rtrl import rtrl_by_steps
 from streamgrad.estimators.snap import snap_by_steps
 from streamgrad.estimators.uoro import uoro_plain
@@ -94,7 +94,7 @@ def spoilt(tree, bad: float):
 
 
 def model_of(name: str) -> Model:
-    return make_model("vanilla") if name == SHRUNK else given(make(name).method.model)
+    return make_model("vanilla") if name == SHRUNK else users_model(make(name).method.model)
 
 
 def running(est, model, streams: tuple[int, ...] = ()):
