@@ -102,7 +102,7 @@ define on_wheels
 	$(1)/bin/python -m tests.base.wheels $(WHEELS)
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(2:%=$(WHEELS)/%-*.whl)
 	mkdir -p $(ALONE)/lab
-	cp -r tests docs README.md CONTRIBUTING.md pyproject.toml $(ALONE)
+	cp -r tests docs README.md CONTRIBUTING.md CHANGELOG.md pyproject.toml $(ALONE)
 	cp lab/README.md $(ALONE)/lab
 	cd $(ALONE) && $(CURDIR)/$(1)/bin/$(PYTEST) -m "not slow" $(3)
 endef

@@ -6,8 +6,11 @@ Between two marks each: a hand-written line there would be lost.
 from collections.abc import Callable
 from pathlib import Path
 
+import streamgrad
 from streamgrad.estimators.registry import REGISTRY, markdown_table
 from tests.tools import ROOT
+
+PACKAGE = Path(streamgrad.__file__).parent  # which need not be below the root: tests also run on an installed wheel
 
 
 def imports_of_files() -> str:
@@ -28,11 +31,11 @@ def names() -> str:
 # For each file its parts: the marks around them, and their text.
 PARTS: dict[Path, list[tuple[str, str, Callable[[], str]]]] = {
     ROOT / "README.md": [("<!-- estimators -->\n", "<!-- /estimators -->", markdown_table)],
-    ROOT / "streamgrad" / "__init__.py": [
+    PACKAGE / "__init__.py": [
         ("# estimators: written by `make generated`\n", "# /estimators\n", imports_of_page),
         ("    # estimators: written by `make generated`\n", "    # /estimators\n", names),
     ],
-    ROOT / "streamgrad" / "estimators" / "__init__.py": [
+    PACKAGE / "estimators" / "__init__.py": [
         ("# estimators: written by `make generated`\n", "# /estimators\n", imports_of_files),
         ("    # estimators: written by `make generated`\n", "    # /estimators\n", names),
     ],
@@ -56,7 +59,7 @@ def write() -> list[str]:
         after = written(path, before)
         if after != before:
             path.write_text(after)
-            changed.append(path.relative_to(ROOT).as_posix())
+            changed.append("/".join(path.parts[-2:]))
     return changed
 
 
