@@ -20,7 +20,6 @@ def model_of(cell: str = "vanilla") -> sg.Model:
 
 
 OTHERS = {
-    "uoro_across": sg.uoro_across,
     "uoro that shrinks": lambda model: sg.uoro_across(model, shrink="auto"),
     "ok of rank 2": lambda model: sg.ok(model, rank=2),
     "rtrl by steps": rtrl_by_steps,
