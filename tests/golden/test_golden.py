@@ -12,7 +12,7 @@ from tests.golden.cases import CELLS, ESTIMATORS, MAIN, all_cases
 from tests.golden.compare import RECORDED, record_of
 from tests.tools import ROOT
 
-QUICK = ("rtrl", "uoro", "ok 2", "across blocks", "snap 1", "dni")
+QUICK = ("rtrl", "uoro")
 QUICK_CELLS = ("gru",)
 # On the machine of the record 1e-12 holds (`python -m tests.golden compare`); another processor rounds otherwise, and
 # where `ok` decomposes a matrix that is all but singular, that grows.
